@@ -1,0 +1,1 @@
+"""The parts of the trainer; docs/architecture.md says which module does what and who may import whom."""

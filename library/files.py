@@ -1,0 +1,113 @@
+"""The one place that writes files which outlive the process: complete under their name, or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TEMPORARY_MARK = ".incomplete-"
+
+
+def _temporary_beside(target: Path) -> Path:
+    return target.with_name(f".{target.name}{TEMPORARY_MARK}{uuid.uuid4().hex[:8]}")
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's list of names, are on the disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows cannot open a folder for flushing; its rename is journalled
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(target: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a temporary file beside ``target``, flush it, and rename it into place.
+
+    Args:
+        target: the final path; its folder is made when missing; an older file is replaced in one step.
+        write: called with the temporary path, which it must create.
+
+    Raises:
+        OSError: the disk is full, read-only, ...; the temporary file is gone then and an older target untouched.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_beside(target)
+    try:
+        write(temporary)
+        flush_to_disk(temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    flush_to_disk(target.parent)
+
+
+def write_bytes(target: Path, content: bytes) -> None:
+    """Write bytes through :func:`write_file`."""
+    write_file(target, lambda path: path.write_bytes(content))
+
+
+def write_text(target: Path, content: str) -> None:
+    """Write text as UTF-8 with plain line ends through :func:`write_file`."""
+    write_bytes(target, content.encode("utf-8"))
+
+
+def write_json(target: Path, content: Any) -> None:
+    """Write a value as indented JSON through :func:`write_file`."""
+    write_text(target, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Fill a temporary folder; when the block ends well it becomes ``target``, replacing an older one.
+
+    Everything inside is flushed before the rename, so a folder under its final name is complete. An older folder is
+    moved aside first and removed only after the new one stands in its place.
+
+    Args:
+        target: the final path of the folder.
+
+    Raises:
+        OSError: as the writes inside; the temporary folder is removed and an older target stays.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_beside(target)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in sorted(temporary.rglob("*")):
+            flush_to_disk(path)
+        flush_to_disk(temporary)
+        _put_in_place(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    flush_to_disk(target.parent)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    if not target.exists():
+        os.rename(temporary, target)
+        return
+    older = _temporary_beside(target)
+    os.rename(target, older)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        os.rename(older, target)
+        raise
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def remove_folder(target: Path) -> None:
+    """Remove a folder so that a kill in between never leaves half of it under its name."""
+    doomed = _temporary_beside(target)
+    os.rename(target, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)

@@ -1,0 +1,23 @@
+"""What every test file may use: the specification's fixtures and small models built once per session."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a test that needs the network is a fault, not a slow test
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SPECIFICATION_FIXTURES = REPOSITORY.parent / "shared" / "interface" / "fixtures"
+
+
+def spec_fixture(name: str) -> Any:
+    """Content of a JSON fixture of the interface specification, which lies beside the checkout."""
+    path = SPECIFICATION_FIXTURES / name
+    if not path.is_file():
+        pytest.skip(f"the specification's fixture {name} is not beside this checkout")
+    return json.loads(path.read_text(encoding="utf-8"))
