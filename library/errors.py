@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 USER_ERROR_STATUS = 2
+RUN_STOPPED_STATUS = 1
 
 
 class OptionError(ValueError):
@@ -25,6 +26,10 @@ class OptionErrors(OptionError):
     def __init__(self, messages: list[str]):
         self.messages = messages
         super().__init__("\n".join(messages))
+
+
+class RunStopped(RuntimeError):
+    """A run that had to end before its last step, told in one line; everything saved until then stays usable."""
 
 
 class ErrorCollector:
@@ -59,9 +64,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's main function; a user's mistake ends it with its line on stderr and exit status 2."""
+    """Run a script's main function and turn what a person can act on into lines on stderr and an exit status.
+
+    A mistake of the user gives status 2, a run that had to stop gives status 1; anything else keeps its traceback.
+    """
     try:
         main()
+    except RunStopped as stopped:
+        print(f"error: {stopped}", file=sys.stderr)
+        sys.exit(RUN_STOPPED_STATUS)
     except ValueError as error:
         if not (isinstance(error, OptionError) or type(error).__name__ == "GradFilterError"):
             raise

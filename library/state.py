@@ -1,0 +1,302 @@
+"""Training states: folders that hold everything a run needs to go on, complete or not there.
+
+A state folder has the file names that accelerate uses (``model.safetensors``, ``optimizer.bin``, ``scheduler.bin``,
+``scaler.pt``) plus ``random_states_<rank>.json`` and the record ``train_state.json``, which is written last and lists
+size and SHA-256 of every other file. Nothing in it needs unrestricted unpickling.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from library.errors import OptionError
+from library.files import new_folder, write_json
+
+log = logging.getLogger(__name__)
+
+RECORD_NAME = "train_state.json"
+RECORD_VERSION = 1
+MODEL_NAME = "model.safetensors"
+OPTIMIZER_NAME = "optimizer.bin"
+SCHEDULER_NAME = "scheduler.bin"
+SCALER_NAME = "scaler.pt"
+
+
+@dataclass
+class StateRecord:
+    """Where a run stood when its state was written.
+
+    Attributes:
+        current_epoch: epoch of the last update, from 1. current_step: updates done since the very first run.
+        seed: seed of data order and augmentation. batches, processes, accumulation: sizes the position was counted in.
+        optimizer: class path. parameters: names of the trained tensors in the optimizer's order.
+        rates: learning rate asked for each parameter group. losses: last loss of each position in the epoch.
+        version: 0 for a folder that another trainer wrote with accelerate. files: name -> size and hash.
+    """
+
+    current_epoch: int
+    current_step: int
+    seed: int | None = None
+    batches: int | None = None
+    processes: int = 1
+    accumulation: int | None = None
+    optimizer: str = ""
+    parameters: list[str] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    version: int = RECORD_VERSION
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        digest = hashlib.sha256()
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+# ---------------------------------------------------------------------------------------------------- random numbers
+
+
+def _to_text(tensor: Tensor) -> str:
+    return base64.b64encode(bytes(tensor.tolist())).decode("ascii")
+
+
+def _from_text(text: str) -> Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def random_states() -> dict[str, Any]:
+    """Give the state of every random generator of this process as plain JSON values."""
+    import numpy
+
+    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "torch": _to_text(torch.get_rng_state()),
+        "cuda": [_to_text(state) for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Put every random generator of this process where :func:`random_states` saw it."""
+    import numpy
+
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, keys, position, has_gauss, cached = states["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_from_text(states["torch"]))
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([_from_text(state) for state in states["cuda"]])
+
+
+def _restore_random_states_of_rank(folder: Path, rank: int) -> None:
+    own, foreign = folder / f"random_states_{rank}.json", folder / f"random_states_{rank}.pkl"
+    if own.is_file():
+        restore_random_states(json.loads(own.read_text(encoding="utf-8")))
+    elif foreign.is_file():
+        from accelerate.utils import load  # restricted unpickling that admits NumPy's generator state
+
+        import numpy
+
+        states = load(foreign)
+        random.setstate(states["random_state"])
+        numpy.random.set_state(states["numpy_random_seed"])
+        torch.set_rng_state(states["torch_manual_seed"])
+        if torch.cuda.is_available() and "torch_cuda_manual_seed" in states:
+            torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
+    else:
+        raise OptionError(
+            f"--resume: {folder} has no random_states_{rank} file, so process {rank} cannot go on with its noise. "
+            f"Resume with as many processes as wrote the state, or start anew with --network_weights"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def save_state(
+    folder: Path,
+    *,
+    weights: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any | None,
+    scaler: Any | None,
+    random_states_of_ranks: Sequence[dict[str, Any]],
+    record: StateRecord,
+) -> None:
+    """Write a state folder; it appears under its name only when everything in it is on the disk.
+
+    Args:
+        folder: target; an older folder of this name is replaced.
+        weights: the trained tensors by name, any dtype, any device.
+        optimizer: raw optimizer; its state dict carries the gradient filter's buffers.
+        scheduler, scaler: written when they have a ``state_dict``; None otherwise.
+        random_states_of_ranks: :func:`random_states` of every process, in rank order.
+        record: position and facts of the run; ``files`` is filled in here.
+
+    Raises:
+        OSError: disk full or not writable; nothing is left under the folder's name then.
+    """
+    from safetensors.torch import save_file
+
+    with new_folder(folder) as inside:
+        cpu_weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+        save_file(cpu_weights, inside / MODEL_NAME)
+        torch.save(optimizer.state_dict(), inside / OPTIMIZER_NAME)
+        if scheduler is not None:
+            torch.save(scheduler.state_dict(), inside / SCHEDULER_NAME)
+        if scaler is not None:
+            torch.save(scaler.state_dict(), inside / SCALER_NAME)
+        for rank, states in enumerate(random_states_of_ranks):
+            write_json(inside / f"random_states_{rank}.json", states)
+        record.files = {path.name: _digest(path) for path in sorted(inside.iterdir())}
+        write_json(inside / RECORD_NAME, asdict(record))
+
+
+def check_state_can_be_read_back(optimizer: torch.optim.Optimizer) -> None:
+    """Find out before the first step whether the optimizer's state survives saving and restricted loading.
+
+    Raises:
+        OptionError: it holds an object that restricted loading refuses, named in the message.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(optimizer.state_dict(), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # pickling errors have no common base class
+        reason = str(error).strip().splitlines()[0]
+        raise OptionError(
+            f"--save_state: the state of {type(optimizer).__name__} cannot be saved and read back: {reason}. "
+            f"Use another --optimizer_type or --grad_filter, or train without --save_state"
+        ) from error
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read_record(folder: Path) -> StateRecord:
+    """Read and check the record of a state folder, before any model is loaded.
+
+    Raises:
+        OptionError: no such folder, not a state, incomplete, written by a newer version, or a file in it is damaged.
+    """
+    if not folder.exists():
+        raise OptionError(f"--resume: there is no folder {folder}. Give a folder that --save_state wrote (*-state)")
+    if folder.is_file():
+        raise OptionError(
+            f"--resume: {folder} is a file; a state is a folder (*-state). "
+            f"To start from a LoRA file use --network_weights"
+        )
+    record_path = folder / RECORD_NAME
+    if not record_path.is_file():
+        states = sorted(path.name for path in folder.glob("*-state") if (path / RECORD_NAME).is_file())
+        hint = (
+            f"It contains the states {', '.join(states)}: name one of them"
+            if states
+            else "Name a complete *-state folder"
+        )
+        raise OptionError(f"--resume: {folder} is not a complete state (no {RECORD_NAME} in it). {hint}")
+    try:
+        values = json.loads(record_path.read_text(encoding="utf-8"))
+        known = {name: values[name] for name in StateRecord.__dataclass_fields__ if name in values}
+        record = StateRecord(**{"version": 0, **known})
+        record.current_step, record.current_epoch = int(record.current_step), int(record.current_epoch)
+    except (ValueError, TypeError, UnicodeDecodeError) as error:
+        raise OptionError(f"--resume: {record_path} is damaged ({error}). Choose an older state") from error
+    if record.version > RECORD_VERSION:
+        raise OptionError(
+            f"--resume: {folder} was written by a newer version (state format {record.version}, this one reads up to "
+            f"{RECORD_VERSION}). Update this trainer"
+        )
+    for name, expected in record.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise OptionError(f"--resume: {path} is missing, the state is incomplete. Choose an older state")
+        if _digest(path) != expected:
+            raise OptionError(f"--resume: {path} is damaged (size or SHA-256 differs). Choose an older state")
+    return record
+
+
+def check_optimizer_matches(record: StateRecord, optimizer: str, parameters: Sequence[str]) -> None:
+    """Refuse a state of another optimizer or other trained tensors, before anything of it is loaded.
+
+    Args:
+        record: of the state to resume.
+        optimizer: class path of the optimizer now built.
+        parameters: names of the tensors it now trains, in its order.
+    """
+    if record.version == 0:
+        return  # another trainer's state says nothing about these
+    if record.optimizer != optimizer:
+        raise OptionError(
+            f"--resume: the state is of optimizer {record.optimizer}, the command line asks for {optimizer}. "
+            f"Use the same --optimizer_type, or start from the weights alone with --network_weights"
+        )
+    if record.parameters != list(parameters):
+        missing = [name for name in record.parameters if name not in set(parameters)]
+        added = [name for name in parameters if name not in set(record.parameters)]
+        example = (
+            f"{missing[0]} is in the state only" if missing else f"{added[0]} is new" if added else "order differs"
+        )
+        raise OptionError(
+            f"--resume: the state trains {len(record.parameters)} tensors, this run {len(parameters)} ({example}). "
+            f"Use the network and training options of the first run"
+        )
+
+
+def load_state(
+    folder: Path,
+    *,
+    load_weights: Any,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any | None,
+    scaler: Any | None,
+    rank: int,
+) -> None:
+    """Load a checked state folder into the parts of a prepared run.
+
+    Args:
+        folder: passed :func:`read_record`.
+        load_weights: called with the dict of trained tensors on the CPU.
+        optimizer, scheduler, scaler: the raw objects; a missing scheduler or scaler file is named in the log.
+        rank: index of this process, chooses the file of random states.
+
+    Raises:
+        OptionError: weights or optimizer state do not fit, or a random state is missing.
+    """
+    from safetensors.torch import load_file
+
+    load_weights(load_file(folder / MODEL_NAME))
+    try:
+        optimizer.load_state_dict(torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
+    except (KeyError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise OptionError(
+            f"--resume: {folder / OPTIMIZER_NAME} does not fit this run's optimizer ({reason}). "
+            f"Use the options of the first run"
+        ) from error
+    for part, name in ((scheduler, SCHEDULER_NAME), (scaler, SCALER_NAME)):
+        if part is None:
+            continue
+        if (folder / name).is_file():
+            part.load_state_dict(torch.load(folder / name, map_location="cpu", weights_only=True))
+        else:
+            log.warning("the state %s has no %s: that part starts fresh", folder, name)
+    _restore_random_states_of_rank(folder, rank)
