@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 TEMPORARY_MARK = ".incomplete-"
+OLDER_MARK = ".older-"
 
 
-def _temporary_beside(target: Path) -> Path:
-    return target.with_name(f".{target.name}{TEMPORARY_MARK}{uuid.uuid4().hex[:8]}")
+def _hidden_beside(target: Path, mark: str) -> Path:
+    return target.with_name(f".{target.name}{mark}{uuid.uuid4().hex[:8]}")
 
 
 def flush_to_disk(path: Path) -> None:
@@ -40,7 +42,7 @@ def write_file(target: Path, write: Callable[[Path], object]) -> None:
         OSError: the disk is full, read-only, ...; the temporary file is gone then and an older target untouched.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_beside(target)
+    temporary = _hidden_beside(target, TEMPORARY_MARK)
     try:
         write(temporary)
         flush_to_disk(temporary)
@@ -70,7 +72,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     """Fill a temporary folder; when the block ends well it becomes ``target``, replacing an older one.
 
     Everything inside is flushed before the rename, so a folder under its final name is complete. An older folder is
-    moved aside first and removed only after the new one stands in its place.
+    moved aside first and removed only after the new one stands in its place; :func:`recover_folder` undoes a kill
+    between the two.
 
     Args:
         target: the final path of the folder.
@@ -79,7 +82,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         OSError: as the writes inside; the temporary folder is removed and an older target stays.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_beside(target)
+    temporary = _hidden_beside(target, TEMPORARY_MARK)
     temporary.mkdir()
     try:
         yield temporary
@@ -96,7 +99,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     if not target.exists():
         os.rename(temporary, target)
         return
-    older = _temporary_beside(target)
+    older = _hidden_beside(target, OLDER_MARK)
     os.rename(target, older)
     try:
         os.rename(temporary, target)
@@ -106,8 +109,17 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     shutil.rmtree(older, ignore_errors=True)
 
 
+def recover_folder(target: Path) -> None:
+    """Put an older folder back that a kill between the two renames of :func:`new_folder` left beside its name."""
+    if target.exists() or not target.parent.is_dir():
+        return
+    for older in target.parent.glob(f".{glob.escape(target.name)}{OLDER_MARK}*"):
+        os.rename(older, target)
+        return
+
+
 def remove_folder(target: Path) -> None:
     """Remove a folder so that a kill in between never leaves half of it under its name."""
-    doomed = _temporary_beside(target)
+    doomed = _hidden_beside(target, TEMPORARY_MARK)
     os.rename(target, doomed)
     shutil.rmtree(doomed, ignore_errors=True)

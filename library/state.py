@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from library.errors import OptionError
-from library.files import new_folder, write_json
+from library.files import new_folder, recover_folder, write_json
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class StateRecord:
         seed: seed of data order and augmentation. batches, processes, accumulation: sizes the position was counted in.
         optimizer: class path. parameters: names of the trained tensors in the optimizer's order.
         rates: learning rate asked for each parameter group. losses: last loss of each position in the epoch.
-        version: 0 for a folder that another trainer wrote with accelerate. files: name -> size and hash.
+        epoch_ended: the saves due at the end of that epoch were done. version: 0 for a folder that another trainer wrote with accelerate. files: name -> size and hash.
     """
 
     current_epoch: int
@@ -56,6 +56,7 @@ class StateRecord:
     parameters: list[str] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    epoch_ended: bool = False
     version: int = RECORD_VERSION
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -110,9 +111,8 @@ def _restore_random_states_of_rank(folder: Path, rank: int) -> None:
     if own.is_file():
         restore_random_states(json.loads(own.read_text(encoding="utf-8")))
     elif foreign.is_file():
-        from accelerate.utils import load  # restricted unpickling that admits NumPy's generator state
-
         import numpy
+        from accelerate.utils import load  # restricted unpickling that admits NumPy's generator state
 
         states = load(foreign)
         random.setstate(states["random_state"])
@@ -197,6 +197,7 @@ def read_record(folder: Path) -> StateRecord:
     Raises:
         OptionError: no such folder, not a state, incomplete, written by a newer version, or a file in it is damaged.
     """
+    recover_folder(folder)
     if not folder.exists():
         raise OptionError(f"--resume: there is no folder {folder}. Give a folder that --save_state wrote (*-state)")
     if folder.is_file():

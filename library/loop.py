@@ -1,0 +1,232 @@
+"""The loop of a run: batches become gradients, gradients become updates, updates become files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from library import grad_filter
+from library.accelerator import ScalarLog
+from library.dataset import BatchKey, TrainingData, batch_loader
+from library.errors import RunStopped
+from library.losses import first_non_finite
+from library.optimizers import logged_rates
+from library.output import RunOutput
+from library.progress import LossAverage, Progress
+from library.run_plan import RunPlan, Update
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class BatchResult:
+    """What one forward pass gives.
+
+    Attributes:
+        loss: scalar with gradient history, the mean over the batch. losses: (B,) detached, weighted as in ``loss``.
+        timesteps: (B,) int64.
+    """
+
+    loss: Tensor
+    losses: Tensor
+    timesteps: Tensor
+
+
+@dataclass
+class TrainedParts:
+    """What an update acts on.
+
+    Attributes:
+        network: follows the network module contract. text_encoders, unet: the frozen models it is attached to.
+        optimizer, scheduler: prepared by accelerate. raw_optimizer: the object below, which the filter is attached to.
+        names: names of the trained tensors, in the optimizer's order. descriptions: one per parameter group.
+    """
+
+    network: Any
+    text_encoders: Sequence[torch.nn.Module]
+    unet: torch.nn.Module
+    optimizer: Any
+    raw_optimizer: torch.optim.Optimizer
+    scheduler: Any
+    names: list[str]
+    descriptions: list[str]
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """Plain values of the loop; norms are L2, ``scale_weight_norms`` and ``max_grad_norm`` are off at None or 0."""
+
+    workers: int
+    persistent_workers: bool
+    max_grad_norm: float
+    scale_weight_norms: float | None
+
+
+class TrainingLoop:
+    """Runs the updates of a plan that are still to do.
+
+    Args:
+        accelerator: devices, precision, trackers.
+        plan: how batches, updates and epochs relate.
+        data: ready batches.
+        parts: what is trained and by what.
+        loss_of_batch: forward pass of one batch.
+        output: writes models and states when they are due.
+        draw_samples: called with (epoch or None, step) when previews may be due.
+        scalars: where scalars go.
+        settings: plain values.
+        losses: loss of each position in the epoch, from an earlier process.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        plan: RunPlan,
+        data: TrainingData,
+        parts: TrainedParts,
+        loss_of_batch: Callable[[dict[str, Any]], BatchResult],
+        output: RunOutput,
+        draw_samples: Callable[[int | None, int], None],
+        scalars: ScalarLog,
+        settings: LoopSettings,
+        losses: Sequence[float] = (),
+    ):
+        self.accelerator = accelerator
+        self.plan = plan
+        self.data = data
+        self.parts = parts
+        self.loss_of_batch = loss_of_batch
+        self.output = output
+        self.draw_samples = draw_samples
+        self.scalars = scalars
+        self.settings = settings
+        self.average = LossAverage(losses)
+        self.filter = grad_filter.handle_of(parts.raw_optimizer)
+
+    def run(self, done: int, epoch_end_due: bool) -> None:
+        """Do every update after ``done``.
+
+        Args:
+            done: updates already behind.
+            epoch_end_due: the previous process stopped after the last update of an epoch, before what ends an epoch.
+        """
+        self.progress = Progress(self.plan.max_steps, done, self.accelerator.is_main_process)
+        if epoch_end_due:
+            self._end_epoch(self.plan.update(done))
+        self.batches = self._batches(done)
+        for epoch in range(self.plan.epoch_after(done), self.plan.epochs + 1):
+            self.progress.epoch(epoch, self.plan.epochs)
+            self.parts.network.on_epoch_start(self.parts.text_encoders, self.parts.unet)
+            for step in self.plan.steps_of_epoch(epoch, after_step=done):
+                self._one_update(self.plan.update(step))
+        self.progress.close()
+
+    # ------------------------------------------------------------------------------------------------------- data
+
+    def _keys(self, epoch: int, done: int) -> Iterator[BatchKey]:
+        rank, processes = self.accelerator.process_index, self.plan.processes
+        order = self.data.batch_order(epoch)
+        mine = [order[(position * processes + rank) % len(order)] for position in range(self.plan.batches_per_process)]
+        for step in self.plan.steps_of_epoch(epoch, after_step=done):
+            update = self.plan.update(step)
+            for position in range(update.first_batch, update.last_batch):
+                yield BatchKey(epoch, step - 1, mine[position])
+
+    def _batches(self, done: int) -> Iterator[dict[str, Any]]:
+        epochs = range(self.plan.epoch_after(done), self.plan.epochs + 1)
+        keys_of_epochs = [list(self._keys(epoch, done)) for epoch in epochs]
+        if self.settings.persistent_workers:
+            keys_of_epochs = [[key for keys in keys_of_epochs for key in keys]]
+        for keys in keys_of_epochs:
+            yield from batch_loader(self.data, keys, self.settings.workers)
+
+    # ----------------------------------------------------------------------------------------------------- update
+
+    def _one_update(self, update: Update) -> None:
+        results = [self._one_batch(update, position) for position in range(update.first_batch, update.last_batch)]
+        self._apply_gradients(results)
+        norms = self._limit_weight_norms()
+        self.progress.step(self.average.mean, norms)
+        self._log_update(update, results, norms)
+        self.output.after_step(update, self.average.losses)
+        self.draw_samples(None, update.step)
+        if update.ends_epoch or update.step == self.plan.max_steps:
+            self._end_epoch(update)
+
+    def _one_batch(self, update: Update, position: int) -> BatchResult:
+        parts = self.parts
+        batch = next(self.batches)
+        if hasattr(parts.network, "on_step_start"):
+            parts.network.on_step_start(parts.text_encoders, parts.unet)
+        result = self.loss_of_batch(batch)
+        value = float(result.loss.detach())
+        if not torch.isfinite(result.loss.detach()):
+            raise RunStopped(
+                f"step {update.step}: the loss is {value} for {', '.join(batch['image_keys'])}. Earlier saves are intact. "
+                f"Lower --learning_rate, or use --mixed_precision bf16 or --no_half_vae"
+            )
+        size = update.last_batch - update.first_batch  # the short group at an epoch's end has its own mean
+        self.accelerator.backward(result.loss / size)
+        self.average.add(position, value)
+        return BatchResult(result.loss.detach(), result.losses, result.timesteps)
+
+    def _apply_gradients(self, results: list[BatchResult]) -> None:
+        parts = self.parts
+        trained = list(parts.network.get_trainable_params())
+        if self.plan.processes > 1:
+            for param in trained:
+                if param.grad is not None:
+                    param.grad = self.accelerator.reduce(param.grad, reduction="mean")
+        if self.settings.max_grad_norm:
+            self.accelerator.clip_grad_norm_(trained, self.settings.max_grad_norm)
+        if self.filter is None and self.accelerator.scaler is None:
+            self._refuse_non_finite_gradients()
+        if self.filter is not None:
+            self.filter.set_context(
+                total_steps=self.plan.max_steps,
+                timesteps=torch.cat([result.timesteps for result in results]),
+                losses=torch.cat([result.losses for result in results]),
+            )
+        parts.optimizer.step()
+        parts.scheduler.step()
+        parts.optimizer.zero_grad(set_to_none=True)
+
+    def _refuse_non_finite_gradients(self) -> None:
+        params = [param for group in self.parts.raw_optimizer.param_groups for param in group["params"]]
+        gradients = ((name, param.grad) for name, param in zip(self.parts.names, params) if param.grad is not None)
+        bad = first_non_finite(gradients)
+        if bad is not None:
+            raise RunStopped(
+                f"the gradient of {bad} is not finite. Earlier saves are intact. Lower --learning_rate, or add "
+                f"--grad_filter finite to skip such steps"
+            )
+
+    def _limit_weight_norms(self) -> dict[str, float]:
+        network, limit = self.parts.network, self.settings.scale_weight_norms
+        if not limit:
+            return {}
+        scaled, mean, largest = network.apply_max_norm_regularization(limit, self.accelerator.device)
+        return {"Keys Scaled": scaled, "Average key norm": float(mean), "max_key_norm": float(largest)}
+
+    # ---------------------------------------------------------------------------------------------- logs and files
+
+    def _log_update(self, update: Update, results: list[BatchResult], norms: dict[str, float]) -> None:
+        scalars = {"loss/current": float(results[-1].loss), "loss/average": self.average.mean}
+        scalars |= logged_rates(self.parts.raw_optimizer, self.parts.descriptions)
+        if norms:
+            scalars["max_norm/keys_scaled"] = norms["Keys Scaled"]
+            scalars["norm/avg_key_norm"] = norms["Average key norm"]
+            scalars["max_norm/max_key_norm"] = norms["max_key_norm"]
+        if self.filter is not None:
+            scalars |= self.filter.scalars()
+        self.scalars.write(scalars, update.step)
+
+    def _end_epoch(self, update: Update) -> None:
+        self.scalars.write({"loss/epoch_average": self.average.mean}, update.epoch)
+        self.output.after_epoch(update, self.average.losses, is_last=update.step == self.plan.max_steps)
+        self.draw_samples(update.epoch, update.step)

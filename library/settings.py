@@ -1,0 +1,206 @@
+"""The edge: the only place where a run's parsed options are read; behind it, everything takes plain values."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from library.errors import OptionError
+
+
+def _path(value: str | None) -> Path | None:
+    return Path(value) if value else None
+
+
+@dataclass(frozen=True)
+class LengthSettings:
+    """How long a run lasts: steps are optimizer steps, accumulation counts batches of one step."""
+
+    max_steps: int
+    max_epochs: int | None
+    accumulation: int
+    initial_step: int | None
+    initial_epoch: int | None
+
+
+@dataclass(frozen=True)
+class PrecisionSettings:
+    """Arithmetic of a run; ``full`` is the dtype name trained weights are kept in, None means float32."""
+
+    mixed: str
+    full: str | None
+    no_half_vae: bool
+    gradient_checkpointing: bool
+    attention: str
+
+
+@dataclass(frozen=True)
+class NoiseSettings:
+    """What is added to the latents and what the model is asked for; names as the options."""
+
+    noise_offset: float | None
+    noise_offset_random_strength: bool
+    adaptive_noise_scale: float | None
+    multires_noise_iterations: int | None
+    multires_noise_discount: float
+    ip_noise_gamma: float | None
+    ip_noise_gamma_random_strength: bool
+    min_timestep: int
+    max_timestep: int
+    zero_terminal_snr: bool
+    v_parameterization: bool
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """How a prediction is judged; names as the options."""
+
+    loss_type: str
+    huber_schedule: str
+    huber_c: float
+    huber_scale: float
+    min_snr_gamma: float | None
+    scale_v_pred_loss_like_noise_pred: bool
+    v_pred_like_loss: float | None
+    debiased_estimation_loss: bool
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """When models and states are written and which older ones go; counts are in steps or epochs."""
+
+    folder: Path
+    name: str | None
+    format: str
+    precision: str | None
+    every_n_steps: int | None
+    every_n_epochs: int | None
+    epoch_ratio: int | None
+    keep_last_steps: int | None
+    keep_last_epochs: int | None
+    keep_last_steps_state: int | None
+    keep_last_epochs_state: int | None
+    state: bool
+    state_at_end: bool
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """Preview images: prompts come from ``prompts``; intervals are None when off."""
+
+    prompts: str | None
+    sampler: str
+    every_n_steps: int | None
+    every_n_epochs: int | None
+    at_first: bool
+
+
+def _positive(value: int | None) -> int | None:
+    return value if value and value > 0 else None
+
+
+def read_length(args: Namespace) -> LengthSettings:
+    return LengthSettings(
+        args.max_train_steps,
+        args.max_train_epochs,
+        args.gradient_accumulation_steps,
+        args.initial_step,
+        args.initial_epoch,
+    )
+
+
+def read_precision(args: Namespace) -> PrecisionSettings:
+    chosen = [name for name in ("mem_eff_attn", "xformers", "sdpa") if getattr(args, name)]
+    return PrecisionSettings(
+        mixed=args.mixed_precision,
+        full="fp16" if args.full_fp16 else "bf16" if args.full_bf16 else None,
+        no_half_vae=args.no_half_vae,
+        gradient_checkpointing=args.gradient_checkpointing,
+        attention=chosen[0] if chosen else "plain",
+    )
+
+
+def read_noise(args: Namespace) -> NoiseSettings:
+    return NoiseSettings(
+        args.noise_offset,
+        args.noise_offset_random_strength,
+        args.adaptive_noise_scale,
+        args.multires_noise_iterations,
+        args.multires_noise_discount,
+        args.ip_noise_gamma,
+        args.ip_noise_gamma_random_strength,
+        0 if args.min_timestep is None else args.min_timestep,
+        1000 if args.max_timestep is None else args.max_timestep,
+        args.zero_terminal_snr,
+        args.v_parameterization,
+    )
+
+
+def read_loss(args: Namespace) -> LossSettings:
+    return LossSettings(
+        args.loss_type,
+        args.huber_schedule,
+        args.huber_c,
+        args.huber_scale,
+        args.min_snr_gamma,
+        args.scale_v_pred_loss_like_noise_pred,
+        args.v_pred_like_loss,
+        args.debiased_estimation_loss,
+    )
+
+
+def read_saving(args: Namespace) -> SaveSettings:
+    return SaveSettings(
+        folder=Path(args.output_dir),
+        name=args.output_name,
+        format=args.save_model_as,
+        precision=args.save_precision,
+        every_n_steps=_positive(args.save_every_n_steps),
+        every_n_epochs=_positive(args.save_every_n_epochs),
+        epoch_ratio=_positive(args.save_n_epoch_ratio),
+        keep_last_steps=_positive(args.save_last_n_steps),
+        keep_last_epochs=_positive(args.save_last_n_epochs),
+        keep_last_steps_state=_positive(args.save_last_n_steps_state),
+        keep_last_epochs_state=_positive(args.save_last_n_epochs_state),
+        state=args.save_state,
+        state_at_end=args.save_state or args.save_state_on_train_end,
+    )
+
+
+def read_samples(args: Namespace) -> SampleSettings:
+    every_n_epochs = _positive(args.sample_every_n_epochs)
+    return SampleSettings(
+        prompts=args.sample_prompts,
+        sampler=args.sample_sampler,
+        every_n_steps=None if every_n_epochs else _positive(args.sample_every_n_steps),
+        every_n_epochs=every_n_epochs,
+        at_first=args.sample_at_first,
+    )
+
+
+def read_network_rates(args: Namespace) -> dict[str, Any]:
+    """Give the three rates of a LoRA run as the network's group builder takes them."""
+    text_encoder = args.text_encoder_lr
+    if isinstance(text_encoder, (int, float)):
+        text_encoder = [float(text_encoder)]
+    return {"text_encoder_lr": text_encoder or None, "unet_lr": args.unet_lr, "default_lr": args.learning_rate}
+
+
+def read_trained_parts(args: Namespace) -> tuple[bool, bool]:
+    """Say whether the text encoder and the U-Net get a network.
+
+    Raises:
+        OptionError: both --network_train_..._only switches are on, which leaves nothing to train.
+    """
+    if args.network_train_unet_only and args.network_train_text_encoder_only:
+        raise OptionError(
+            "--network_train_unet_only and --network_train_text_encoder_only together leave nothing to train. "
+            "Give one of them, or neither to train both parts"
+        )
+    return not args.network_train_unet_only, not args.network_train_text_encoder_only
+
+
+def read_resume(args: Namespace) -> Path | None:
+    return _path(args.resume)
