@@ -1,0 +1,548 @@
+"""Ready batches: which images, which captions, which crops, as a function of seed, epoch and place alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from library import buckets, images
+from library.buckets import BucketManager, Placement, Size
+from library.captions import CaptionOptions, find_caption_file, process_caption, read_caption
+from library.config_util import DatasetSpec, Kind, SubsetSpec, list_images
+from library.errors import ErrorCollector, OptionError
+from library.latent_cache import CachedLatents, CacheRequest, Pixels, load_cached
+
+log = logging.getLogger(__name__)
+
+COMMON_CAPTION_EXTENSIONS = (".txt", ".caption", ".cap", ".tags")
+
+
+class BatchKey(NamedTuple):
+    """Address of a batch.
+
+    Attributes:
+        epoch: from 1. step: optimizer steps done when it is used. index: which batch of the epoch, from 0.
+    """
+
+    epoch: int
+    step: int
+    index: int
+
+
+@dataclass(frozen=True)
+class ImageItem:
+    """One image of a subset.
+
+    Attributes:
+        path: of the file. key: folder name and file name. size: upright (width, height).
+        caption: raw text; several lines when one is chosen at each draw. subset: its options.
+    """
+
+    path: Path
+    key: str
+    size: Size
+    caption: str
+    subset: SubsetSpec
+
+
+@dataclass(frozen=True)
+class PlacedImage:
+    """An image that is trained on: where it goes and how often."""
+
+    item: ImageItem
+    repeats: int
+    placement: Placement
+
+
+# ------------------------------------------------------------------------------------------------- finding images
+
+
+def _read_dreambooth(subset: SubsetSpec) -> list[ImageItem]:
+    folder = Path(subset.image_dir or "")
+    paths = list_images(folder)
+    captions = _read_captions(subset, folder, paths)
+    return [
+        ImageItem(path, f"{folder.name}/{path.name}", images.read_size(path), caption, subset)
+        for path, caption in zip(paths, captions)
+    ]
+
+
+def _read_captions(subset: SubsetSpec, folder: Path, paths: Sequence[Path]) -> list[str]:
+    captions, without, empty, odd = [], [], 0, 0
+    for path in paths:
+        file = find_caption_file(path, subset.caption_extension)
+        if file is None:
+            without.append(path)
+            captions.append(subset.class_tokens or "")
+            continue
+        text, odd_characters = read_caption(file, all_lines=subset.enable_wildcard)
+        captions.append(text)
+        empty += not text
+        odd += odd_characters
+    if without:
+        _warn_without_captions(subset, folder, without)
+    if empty:
+        log.warning("%s: %d of %d captions are empty", folder, empty, len(paths))
+    if odd:
+        log.warning("%s: %d invisible characters or foreign commas in the captions", folder, odd)
+    return captions
+
+
+def _warn_without_captions(subset: SubsetSpec, folder: Path, without: Sequence[Path]) -> None:
+    instead = f"{subset.class_tokens!r}" if subset.class_tokens else "an empty caption"
+    names = ", ".join(path.name for path in without[:5]) + (", ..." if len(without) > 5 else "")
+    log.warning(
+        "%s: %d images have no %s file and get %s: %s", folder, len(without), subset.caption_extension, instead, names
+    )
+    for extension in COMMON_CAPTION_EXTENSIONS:
+        covered = sum(find_caption_file(path, extension) is not None for path in without)
+        if covered and extension != subset.caption_extension:
+            log.warning(
+                "%s: %d of them have a %s file. Use --caption_extension %s", folder, covered, extension, extension
+            )
+
+
+def _read_metadata(subset: SubsetSpec) -> list[ImageItem]:
+    path = Path(subset.metadata_file or "")
+    items = []
+    for key, entry in _metadata_entries(path):
+        image = Path(key) if Path(key).is_absolute() else None
+        if image is None and not subset.image_dir:
+            raise OptionError(f"{path}: {key!r} is a relative path. Add image_dir (--train_data_dir) to the subset")
+        image = image or Path(subset.image_dir or "") / key
+        if not image.is_file():
+            raise OptionError(f"{path}: image {image} does not exist. Remove the entry or correct image_dir")
+        caption = _joined_caption(entry.get("caption") or "", entry.get("tags") or "", subset)
+        items.append(ImageItem(image, f"{path.stem}/{image.name}", images.read_size(image), caption, subset))
+    return items
+
+
+def _metadata_entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    from library.captions import decode_utf8
+
+    text = decode_utf8(path.read_bytes(), str(path))
+    try:
+        if path.name.endswith(".jsonl"):
+            entries = [json.loads(line) for line in text.splitlines() if line.strip()]
+            yield from ((entry["image_path"], entry) for entry in entries)
+        else:
+            yield from json.loads(text).items()
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise OptionError(
+            f"{path}: no metadata as expected ({error}). "
+            f'Example: {{"picture.png": {{"caption": "a cat", "tags": "cat, indoors"}}}}'
+        ) from None
+
+
+def _joined_caption(caption: str, tags: str, subset: SubsetSpec) -> str:
+    separator = subset.caption_separator
+    if not subset.enable_wildcard:
+        return caption + (separator if caption and tags else "") + tags
+    tags = tags.replace("\n", separator)
+    lines = [line.strip() for line in caption.split("\n") if line.strip()]
+    return "\n".join(line + separator + tags for line in lines) if lines and tags else "\n".join(lines) or tags
+
+
+READERS: dict[Kind, Callable[[SubsetSpec], list[ImageItem]]] = {
+    Kind.DREAMBOOTH: _read_dreambooth,
+    Kind.FINE_TUNING: _read_metadata,
+}
+
+
+def split_train_val(paths: Sequence[Any], is_training: bool, share: float, seed: Any) -> list[Any]:
+    """Give the training or the validation part of a list, shuffled by ``seed``; ``share`` is what validation gets."""
+    shuffled = list(paths)
+    random.Random(seed).shuffle(shuffled)
+    if is_training:
+        return shuffled[: math.ceil(len(shuffled) * (1 - share))]
+    return shuffled[len(shuffled) - round(len(shuffled) * share) :]
+
+
+def _repeats_of(items: Sequence[ImageItem]) -> list[int]:
+    """Say how often each image is used; regularization images fill up to the number of training images."""
+    repeats = [0 if item.subset.is_reg else item.subset.num_repeats for item in items]
+    wanted = sum(repeats)
+    registered = 0
+    reg = [place for place, item in enumerate(items) if item.subset.is_reg]
+    first_pass = True
+    while reg and registered < wanted:
+        for place in reg:
+            added = items[place].subset.num_repeats if first_pass else 1
+            repeats[place] += added
+            registered += added
+            if registered >= wanted:
+                break
+        first_pass = False
+    unused = sum(repeats[place] == 0 for place in reg)
+    if unused:
+        log.warning("%d of %d regularization images are not used: there are not enough others", unused, len(reg))
+    return repeats
+
+
+# ---------------------------------------------------------------------------------------------------- one data set
+
+
+class _Part:
+    """The images of one data set in their buckets, cut into batches."""
+
+    def __init__(self, spec: DatasetSpec, divisor: int, validation: bool, split_seed: int):
+        self.spec = spec
+        self.items_by_subset = self._find(validation, split_seed)
+        items = [item for found in self.items_by_subset for item in found]
+        repeats = [1] * len(items) if validation else _repeats_of(items)
+        place = self._placer(divisor)
+        errors = ErrorCollector()
+        self.placed: list[PlacedImage] = []
+        for item, count in zip(items, repeats):
+            if count:
+                with errors.check():
+                    self.placed.append(PlacedImage(item, count, place(item)))
+        errors.raise_if_any()
+        by_size: dict[Size, list[int]] = {}
+        for index, placed in enumerate(self.placed):
+            by_size.setdefault(placed.placement.bucket, []).extend([index] * placed.repeats)
+        self.buckets = sorted(by_size.items())
+        size = spec.batch_size
+        self.batches = [
+            (bucket, start)
+            for bucket, (_, content) in enumerate(self.buckets)
+            for start in range(0, len(content), size)
+        ]
+
+    def _find(self, validation: bool, split_seed: int) -> list[list[ImageItem]]:
+        spec = self.spec
+        share = spec.validation_split
+        if not 0 <= share <= 1:
+            log.warning("%s: validation_split %s is outside 0 to 1: no validation set", spec.source, share)
+            share = 0.0
+        seed = split_seed if spec.validation_seed is None else spec.validation_seed
+        found = []
+        for subset in spec.subsets:
+            items: list[ImageItem] = []
+            if subset.num_repeats >= 1 and not (validation and (subset.is_reg or share == 0)):
+                items = READERS[spec.kind](subset)
+                if not items:
+                    log.warning("%s: no images in %s", spec.source, subset.metadata_file or subset.image_dir)
+                if spec.kind is Kind.DREAMBOOTH and share > 0 and not subset.is_reg:
+                    items = split_train_val(items, not validation, share, seed)
+            found.append(items)
+        return found
+
+    def _placer(self, divisor: int) -> Callable[[ImageItem], Placement]:
+        spec = self.spec
+        if not spec.enable_bucket:
+            _check_plain_resolution(spec)
+            return lambda item: Placement(spec.resolution, _plain_size(item, spec.resolution), 0.0)
+        limits = (spec.min_bucket_reso, spec.max_bucket_reso)
+        buckets.check_bucket_limits(spec.resolution, *limits, spec.bucket_reso_steps, divisor, spec.source)
+        limits = buckets.whole_steps(*limits, spec.bucket_reso_steps)
+        manager = BucketManager(spec.bucket_no_upscale, spec.resolution, *limits, spec.bucket_reso_steps)
+        if not spec.bucket_no_upscale:
+            manager.make_buckets()
+
+        def place(item: ImageItem) -> Placement:
+            try:
+                placement = manager.select_bucket(*item.size)
+            except OptionError as error:
+                raise OptionError(f"{item.path}: {error}") from None
+            _check_resized(item, placement)
+            return placement
+
+        return place
+
+
+def _check_plain_resolution(spec: DatasetSpec) -> None:
+    if any(side % 8 for side in spec.resolution):
+        width, height = (max(8, round(side / 8) * 8) for side in spec.resolution)
+        raise OptionError(
+            f"{spec.source}: resolution {spec.resolution[0]}x{spec.resolution[1]} is no multiple of 8. "
+            f"Example: --resolution {width},{height}, or turn on --enable_bucket"
+        )
+
+
+def _plain_size(item: ImageItem, resolution: Size) -> Size:
+    """Give the size to resize to without buckets: a random crop is taken from an image as it is, when large enough."""
+    if item.subset.random_crop and item.size[0] >= resolution[0] and item.size[1] >= resolution[1]:
+        return item.size
+    return buckets.covering_size(item.size, resolution)
+
+
+def _check_resized(item: ImageItem, placement: Placement) -> None:
+    if placement.resized[0] * placement.resized[1] > images.MAX_PIXELS:
+        raise OptionError(
+            f"{item.path}: {item.size[0]}x{item.size[1]} is too narrow: it would be enlarged to "
+            f"{placement.resized[0]}x{placement.resized[1]}. Crop or remove it"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- batches
+
+
+def _chance(*what: Any) -> random.Random:
+    """Give a generator that depends on ``what`` alone, the same in every process and Python version."""
+    return random.Random("|".join(map(str, what)))
+
+
+class TrainingData(Dataset):
+    """Batches of one or more data sets.
+
+    Nothing that a batch contains depends on which worker makes it, on what was made before, or on how a run was
+    interrupted. After construction set ``max_train_steps``, which token warm-up given as a share refers to.
+
+    Args:
+        specs: what to train on. seed: of every random choice.
+        bucket_divisor: bucket_reso_steps must be a multiple of it (64, for SDXL 32).
+        validation: give the validation images instead of the training images.
+        tokenize: turns the captions of a batch into one tensor (B, n, 77) per text encoder; None leaves them as text.
+
+    Raises:
+        OptionError: options that contradict each other, or images that cannot be read.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[DatasetSpec],
+        *,
+        seed: int,
+        bucket_divisor: int = 64,
+        validation: bool = False,
+        tokenize: Callable[[list[str]], list[Tensor]] | None = None,
+    ):
+        self.specs = list(specs)
+        self.seed = seed
+        self.validation = validation
+        self.tokenize = tokenize
+        self.max_train_steps = 0
+        self.latents: dict[int, CachedLatents | Path] = {}
+        errors = ErrorCollector()
+        self.parts: list[_Part] = []
+        for spec in specs:
+            with errors.check():
+                self.parts.append(_Part(spec, bucket_divisor, validation, seed))
+        errors.raise_if_any()
+        self._index_images()
+        self._order_of_bucket: dict[tuple[int, int], tuple[int, list[int]]] = {}
+        if not len(self) and not validation:
+            raise OptionError(f"{self.specs[0].source}: no training images found. Add images to the folders it names")
+
+    def _index_images(self) -> None:
+        self.placed = [placed for part in self.parts for placed in part.placed]
+        sizes = [len(part.placed) for part in self.parts]
+        self._first_image = [sum(sizes[:place]) for place in range(len(sizes))]
+        self._batches = [
+            (number, bucket, start) for number, part in enumerate(self.parts) for bucket, start in part.batches
+        ]
+
+    # -- order
+
+    def __len__(self) -> int:
+        """Give the number of batches in an epoch, over all processes."""
+        return len(self._batches)
+
+    def batch_order(self, epoch: int) -> list[int]:
+        """Give the batch indices of an epoch in the order of use."""
+        order = list(range(len(self)))
+        _chance(self.seed, epoch, "batches").shuffle(order)
+        return order
+
+    def _images_of_batch(self, epoch: int, index: int) -> tuple[_Part, list[int]]:
+        number, bucket, start = self._batches[index]
+        part = self.parts[number]
+        known_epoch, order = self._order_of_bucket.get((number, bucket), (0, []))
+        if known_epoch != epoch:
+            order = list(part.buckets[bucket][1])
+            _chance(self.seed, epoch, "bucket", number, bucket).shuffle(order)
+            self._order_of_bucket[number, bucket] = (epoch, order)
+        first = self._first_image[number]
+        return part, [first + place for place in order[start : start + part.spec.batch_size]]
+
+    # -- content
+
+    def __getitem__(self, key: BatchKey) -> dict[str, Any]:
+        """Make the batch at ``key``; see section 16 of the data interface for its content.
+
+        ``images`` is None when latents are cached, ``input_ids_list`` without ``tokenize``; ``image_keys`` names the
+        images.
+        """
+        part, chosen = self._images_of_batch(key.epoch, key.index)
+        drawn = [self._draw(key, position, image) for position, image in enumerate(chosen)]
+        captions = [sample["caption"] for sample in drawn]
+        masks = [sample["alpha_mask"] for sample in drawn]
+        return {
+            "images": _stacked([sample["image"] for sample in drawn]),
+            "latents": _stacked([sample["latents"] for sample in drawn]),
+            "captions": captions,
+            "input_ids_list": self.tokenize(captions) if self.tokenize else None,
+            "text_encoder_outputs_list": None,
+            "loss_weights": torch.tensor([sample["loss_weight"] for sample in drawn], dtype=torch.float32),
+            "alpha_masks": _stacked_masks(masks),
+            "original_sizes_hw": torch.tensor([sample["original_size"] for sample in drawn]),
+            "crop_top_lefts": torch.tensor([sample["crop_top_left"] for sample in drawn]),
+            "target_sizes_hw": torch.tensor([sample["target_size"] for sample in drawn]),
+            "flippeds": [sample["flipped"] for sample in drawn],
+            "network_multipliers": torch.full((len(drawn),), part.spec.network_multiplier),
+            "custom_attributes": [self.placed[image].item.subset.custom_attributes for image in chosen],
+            "image_keys": [self.placed[image].item.key for image in chosen],
+        }
+
+    def _draw(self, key: BatchKey, position: int, image: int) -> dict[str, Any]:
+        placed = self.placed[image]
+        item, subset, bucket = placed.item, placed.item.subset, placed.placement.bucket
+        text_chance = _chance(self.seed, key.epoch, key.index, position, "caption")
+        picture_chance = _chance(self.seed, key.epoch, key.index, position, "picture")
+        flipped = subset.flip_aug and picture_chance.random() < 0.5
+        left, top, right, _ = buckets.crop_conditioning(bucket, item.size)
+        return {
+            **self._picture(image, flipped, picture_chance),
+            "caption": process_caption(
+                item.caption,
+                _caption_options(subset),
+                text_chance,
+                epoch=key.epoch,
+                step=key.step,
+                max_train_steps=self.max_train_steps,
+            ),
+            "flipped": flipped,
+            "loss_weight": self._spec_of(image).prior_loss_weight if subset.is_reg else 1.0,
+            "original_size": (item.size[1], item.size[0]),
+            "crop_top_left": (int(top), int(bucket[0] - right if flipped else left)),
+            "target_size": (bucket[1], bucket[0]),
+        }
+
+    def _spec_of(self, image: int) -> DatasetSpec:
+        number = max(place for place, first in enumerate(self._first_image) if first <= image)
+        return self.parts[number].spec
+
+    def _picture(self, image: int, flipped: bool, chance: random.Random) -> dict[str, Tensor | None]:
+        subset = self.placed[image].item.subset
+        if image in self.latents:
+            cached = load_cached(self.latents[image], subset.flip_aug, subset.alpha_mask)
+            latents = cached.flipped if flipped else cached.latents
+            return {"image": None, "latents": latents, "alpha_mask": _mirrored(cached.alpha_mask, flipped)}
+        pixels = self._pixels(image, chance)
+        return {
+            "image": _mirrored(pixels.image, flipped),
+            "latents": None,
+            "alpha_mask": _mirrored(pixels.alpha_mask, flipped),
+        }
+
+    def _pixels(self, image: int, chance: random.Random | None) -> Pixels:
+        """Read an image and bring it to its bucket size; without ``chance`` nothing about it is random."""
+        placed = self.placed[image]
+        subset = placed.item.subset
+        array = images.load_image(placed.item.path, alpha=subset.alpha_mask)
+        array = images.resize(array, placed.placement.resized, subset.resize_interpolation)
+        array = images.crop(array, placed.placement.bucket, chance if subset.random_crop else None)
+        if subset.color_aug and chance is not None:
+            array = images.change_colors(array, chance)
+        return Pixels(images.to_tensor(array), images.alpha_of(array) if subset.alpha_mask else None)
+
+    # -- checks and caching
+
+    def check_images(self) -> None:
+        """Decode every image once.
+
+        Raises:
+            OptionError: one line that names all files that cannot be decoded.
+        """
+        images.check_images(dict.fromkeys(placed.item.path for placed in self.placed))
+
+    def check_cacheable(self) -> None:
+        """Refuse options that change pixels at every draw, which latents made once cannot follow."""
+        for name in ("color_aug", "random_crop"):
+            for placed in self.placed:
+                if getattr(placed.item.subset, name):
+                    raise OptionError(
+                        f"--cache_latents cannot be used with {name} (set for {placed.item.subset.name}): "
+                        f"turn off one of the two"
+                    )
+
+    def cache_requests(self) -> list[CacheRequest]:
+        """Describe every image to :func:`library.latent_cache.cache_latents`, in the order of ``latents``."""
+        self.check_cacheable()
+        return [
+            CacheRequest(
+                name=placed.item.key,
+                path=placed.item.path,
+                original_size=placed.item.size,
+                resized=placed.placement.resized,
+                bucket=placed.placement.bucket,
+                interpolation=placed.item.subset.resize_interpolation,
+                crop_ltrb=buckets.crop_conditioning(placed.placement.bucket, placed.item.size),
+                flip=placed.item.subset.flip_aug,
+                alpha_mask=placed.item.subset.alpha_mask,
+            )
+            for placed in self.placed
+        ]
+
+    def load_pixels(self, index: int) -> Pixels:
+        """Read one image at its bucket size, with nothing random done to it."""
+        return self._pixels(index, None)
+
+
+def _caption_options(subset: SubsetSpec) -> CaptionOptions:
+    return CaptionOptions(**{field.name: getattr(subset, field.name) for field in fields(CaptionOptions)})
+
+
+def _mirrored(tensor: Tensor | None, flipped: bool) -> Tensor | None:
+    return tensor.flip(-1) if flipped and tensor is not None else tensor
+
+
+def _stacked(tensors: list[Tensor | None]) -> Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    if present and len(present) != len(tensors):
+        raise AssertionError(f"{len(present)} of {len(tensors)} images of a batch have latents")
+    return torch.stack(present) if present else None
+
+
+def _stacked_masks(masks: list[Tensor | None]) -> Tensor | None:
+    present = [mask for mask in masks if mask is not None]
+    if not present:
+        return None
+    return torch.stack([torch.ones_like(present[0]) if mask is None else mask for mask in masks])
+
+
+# --------------------------------------------------------------------------------------------------------- loader
+
+
+def _as_it_is(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch
+
+
+def batch_loader(data: TrainingData, keys: Iterable[BatchKey], workers: int) -> Iterator[dict[str, Any]]:
+    """Make the batches at ``keys``, in that order.
+
+    Args:
+        data: where they come from. keys: their addresses.
+        workers: processes that make them ahead; 0 makes each one when it is asked for. At most one per CPU core.
+    """
+    loader = DataLoader(
+        data,
+        batch_size=None,
+        sampler=list(keys),  # type: ignore[arg-type]
+        num_workers=min(workers, os.cpu_count() or 1),
+        collate_fn=_as_it_is,
+        generator=torch.Generator(),  # the loader draws a number for its workers; not from the stream training uses
+    )
+    return iter(loader)
+
+
+# ------------------------------------------------------------------------------------------------------- metadata
+
+
+def tag_frequency(items: Iterable[ImageItem]) -> dict[str, int]:
+    """Count the comma-separated tags of raw captions, in lower case."""
+    tags = (tag.strip().lower() for item in items for tag in item.caption.split(","))
+    return dict(Counter(tag for tag in tags if tag))
