@@ -35,19 +35,19 @@ class CaptionOptions:
     Rates are probabilities. A ``token_warmup_step`` below 1 is a share of all training steps.
     """
 
-    shuffle_caption: bool = False
-    caption_separator: str = ","
-    keep_tokens: int = 0
-    keep_tokens_separator: str = ""
-    secondary_separator: str | None = None
-    enable_wildcard: bool = False
     caption_prefix: str | None = None
     caption_suffix: str | None = None
     caption_dropout_rate: float = 0.0
     caption_dropout_every_n_epochs: int = 0
-    caption_tag_dropout_rate: float = 0.0
-    token_warmup_min: int = 1
+    enable_wildcard: bool = False
+    shuffle_caption: bool = False
+    caption_separator: str = ","
+    secondary_separator: str | None = None
+    keep_tokens: int = 0
+    keep_tokens_separator: str = ""
     token_warmup_step: float = 0
+    token_warmup_min: int = 1
+    caption_tag_dropout_rate: float = 0.0
 
     @property
     def edits_tokens(self) -> bool:

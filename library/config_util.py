@@ -7,6 +7,7 @@ then its data set, then ``[general]``, then the command line; the first one foun
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import re
@@ -14,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -23,8 +25,8 @@ from library.errors import ErrorCollector, OptionError, OptionErrors, did_you_me
 
 log = logging.getLogger(__name__)
 
-PLUGIN_SUFFIXES = {".avif": "pillow_avif", ".jxl": "pillow_jxl"}
-IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", *PLUGIN_SUFFIXES})
+PLUGINS = {".avif": "pillow_avif", ".jxl": "pillow_jxl"}  # newer Pillow reads AVIF without one
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 INTERPOLATIONS = ("lanczos", "box", "nearest", "bilinear", "linear", "bicubic", "cubic", "area")
 FOLDERS_OF_ARCHIVES = {"__MACOSX"}
 
@@ -449,14 +451,23 @@ def _without_duplicates(subsets: Sequence[SubsetSpec], place: str) -> tuple[Subs
 # ------------------------------------------------------------------------------------------------------- folders
 
 
+@lru_cache(maxsize=1)
+def readable_suffixes() -> frozenset[str]:
+    """Give the suffixes of image files that can be read here, all lower and all upper case."""
+    from PIL import features
+
+    lower = {*IMAGE_SUFFIXES, *(suffix for suffix, module in PLUGINS.items() if importlib.util.find_spec(module))}
+    if features.check("avif"):
+        lower.add(".avif")
+    return frozenset(lower | {suffix.upper() for suffix in lower})
+
+
 def list_images(folder: Path) -> list[Path]:
     """List the images that lie directly in a folder, sorted; hidden files and leftovers of archives are no images."""
     return sorted(
         path
         for path in folder.iterdir()
-        if path.suffix in IMAGE_SUFFIXES | {suffix.upper() for suffix in IMAGE_SUFFIXES}
-        and not path.name.startswith(".")
-        and path.is_file()
+        if path.suffix in readable_suffixes() and not path.name.startswith(".") and path.is_file()
     )
 
 
@@ -546,6 +557,6 @@ def _check_training_images(spec: DatasetSpec) -> None:
     below = sorted(path for path in folder.iterdir() if path.is_dir() and list_images(path))
     hint = f"Images lie one level deeper, in {below[0]}" if below else "Put images directly into it"
     raise OptionError(
-        f"{spec.source}: no images ({', '.join(sorted(IMAGE_SUFFIXES))}) in {folder}. {hint}. "
+        f"{spec.source}: no images ({', '.join(IMAGE_SUFFIXES)}) in {folder}. {hint}. "
         f"Example: {folder / 'picture.png'} with {folder / 'picture.txt'}"
     )

@@ -13,19 +13,31 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from library import buckets, images
 from library.buckets import BucketManager, Placement, Size
-from library.captions import CaptionOptions, find_caption_file, process_caption, read_caption
+from library.captions import CaptionOptions, decode_utf8, find_caption_file, process_caption, read_caption
 from library.config_util import DatasetSpec, Kind, SubsetSpec, list_images
 from library.errors import ErrorCollector, OptionError
 from library.latent_cache import CachedLatents, CacheRequest, Pixels, load_cached
 
 log = logging.getLogger(__name__)
 
+SINGLE_DATASET_OPTIONS = ("color_aug", "flip_aug", "random_crop", "shuffle_caption", "keep_tokens")
+SUBSET_METADATA = (
+    "num_repeats",
+    *SINGLE_DATASET_OPTIONS,
+    "keep_tokens_separator",
+    "secondary_separator",
+    "enable_wildcard",
+    "caption_prefix",
+    "caption_suffix",
+    "resize_interpolation",
+)
 COMMON_CAPTION_EXTENSIONS = (".txt", ".caption", ".cap", ".tags")
 
 
@@ -38,7 +50,7 @@ class BatchKey(NamedTuple):
 
     epoch: int
     step: int
-    index: int
+    index: int  # type: ignore[assignment]  # a place in the epoch, in tuple a method nobody needs here
 
 
 @dataclass(frozen=True)
@@ -74,8 +86,8 @@ def _read_dreambooth(subset: SubsetSpec) -> list[ImageItem]:
     paths = list_images(folder)
     captions = _read_captions(subset, folder, paths)
     return [
-        ImageItem(path, f"{folder.name}/{path.name}", images.read_size(path), caption, subset)
-        for path, caption in zip(paths, captions)
+        ImageItem(path, f"{folder.name}/{path.name}", size, caption, subset)
+        for path, size, caption in zip(paths, images.read_sizes(paths), captions)
     ]
 
 
@@ -116,30 +128,36 @@ def _warn_without_captions(subset: SubsetSpec, folder: Path, without: Sequence[P
 
 def _read_metadata(subset: SubsetSpec) -> list[ImageItem]:
     path = Path(subset.metadata_file or "")
-    items = []
-    for key, entry in _metadata_entries(path):
-        image = Path(key) if Path(key).is_absolute() else None
-        if image is None and not subset.image_dir:
-            raise OptionError(f"{path}: {key!r} is a relative path. Add image_dir (--train_data_dir) to the subset")
-        image = image or Path(subset.image_dir or "") / key
-        if not image.is_file():
-            raise OptionError(f"{path}: image {image} does not exist. Remove the entry or correct image_dir")
-        caption = _joined_caption(entry.get("caption") or "", entry.get("tags") or "", subset)
-        items.append(ImageItem(image, f"{path.stem}/{image.name}", images.read_size(image), caption, subset))
-    return items
+    entries = _metadata_entries(path)
+    paths = [_image_of_entry(path, key, subset.image_dir) for key, _ in entries]
+    captions = [
+        _joined_caption(str(entry.get("caption") or ""), str(entry.get("tags") or ""), subset) for _, entry in entries
+    ]
+    return [
+        ImageItem(image, f"{path.stem}/{image.name}", size, caption, subset)
+        for image, size, caption in zip(paths, images.read_sizes(paths), captions)
+    ]
 
 
-def _metadata_entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    from library.captions import decode_utf8
+def _image_of_entry(metadata: Path, key: str, image_dir: str | None) -> Path:
+    image = Path(key)
+    if not image.is_absolute():
+        if not image_dir:
+            raise OptionError(f"{metadata}: {key!r} is a relative path. Add image_dir (--train_data_dir) to the subset")
+        image = Path(image_dir) / key
+    if not image.is_file():
+        raise OptionError(f"{metadata}: image {image} does not exist. Remove the entry or correct image_dir")
+    return image
 
+
+def _metadata_entries(path: Path) -> list[tuple[str, dict[str, Any]]]:
     text = decode_utf8(path.read_bytes(), str(path))
     try:
         if path.name.endswith(".jsonl"):
             entries = [json.loads(line) for line in text.splitlines() if line.strip()]
-            yield from ((entry["image_path"], entry) for entry in entries)
-        else:
-            yield from json.loads(text).items()
-    except (json.JSONDecodeError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            return [(entry["image_path"], dict(entry)) for entry in entries]
+        return [(key, dict(entry)) for key, entry in json.loads(text).items()]
+    except (KeyError, AttributeError, TypeError, ValueError, RecursionError) as error:
         raise OptionError(
             f"{path}: no metadata as expected ({error}). "
             f'Example: {{"picture.png": {{"caption": "a cat", "tags": "cat, indoors"}}}}'
@@ -199,6 +217,7 @@ class _Part:
 
     def __init__(self, spec: DatasetSpec, divisor: int, validation: bool, split_seed: int):
         self.spec = spec
+        self.is_validation = validation
         self.items_by_subset = self._find(validation, split_seed)
         items = [item for found in self.items_by_subset for item in found]
         repeats = [1] * len(items) if validation else _repeats_of(items)
@@ -220,6 +239,10 @@ class _Part:
             for bucket, (_, content) in enumerate(self.buckets)
             for start in range(0, len(content), size)
         ]
+
+    def subsets(self) -> list[tuple[SubsetSpec, list[ImageItem]]]:
+        """Give the subsets that have images, with them."""
+        return [(subset, items) for subset, items in zip(self.spec.subsets, self.items_by_subset) if items]
 
     def _find(self, validation: bool, split_seed: int) -> list[list[ImageItem]]:
         spec = self.spec
@@ -334,8 +357,25 @@ class TrainingData(Dataset):
         errors.raise_if_any()
         self._index_images()
         self._order_of_bucket: dict[tuple[int, int], tuple[int, list[int]]] = {}
+        self._log_summary()
         if not len(self) and not validation:
             raise OptionError(f"{self.specs[0].source}: no training images found. Add images to the folders it names")
+
+    def _log_summary(self) -> None:
+        for part in self.parts:
+            used = sum(placed.repeats for placed in part.placed)
+            short = sum(len(content) % part.spec.batch_size > 0 for _, content in part.buckets)
+            log.info(
+                "%s: %d %s images, %d with repeats, %d buckets, %d batches of %d, of which %d are smaller",
+                part.spec.source,
+                len(part.placed),
+                "validation" if self.validation else "training",
+                used,
+                len(part.buckets),
+                len(part.batches),
+                part.spec.batch_size,
+                short,
+            )
 
     def _index_images(self) -> None:
         self.placed = [placed for part in self.parts for placed in part.placed]
@@ -362,7 +402,7 @@ class TrainingData(Dataset):
         part = self.parts[number]
         known_epoch, order = self._order_of_bucket.get((number, bucket), (0, []))
         if known_epoch != epoch:
-            order = list(part.buckets[bucket][1])
+            order = list(part.buckets[bucket][1])  # workers keep no epoch but the one they are at
             _chance(self.seed, epoch, "bucket", number, bucket).shuffle(order)
             self._order_of_bucket[number, bucket] = (epoch, order)
         first = self._first_image[number]
@@ -443,8 +483,12 @@ class TrainingData(Dataset):
         placed = self.placed[image]
         subset = placed.item.subset
         array = images.load_image(placed.item.path, alpha=subset.alpha_mask)
-        array = images.resize(array, placed.placement.resized, subset.resize_interpolation)
-        array = images.crop(array, placed.placement.bucket, chance if subset.random_crop else None)
+        if array.shape[1::-1] != placed.item.size:
+            raise OptionError(
+                f"{placed.item.path}: its header says {placed.item.size}, its pixels are {array.shape[1::-1]}. "
+                f"The file is damaged or changed during the run: replace it"
+            )
+        array = _framed(array, placed, self._spec_of(image), chance)
         if subset.color_aug and chance is not None:
             array = images.change_colors(array, chance)
         return Pixels(images.to_tensor(array), images.alpha_of(array) if subset.alpha_mask else None)
@@ -461,7 +505,7 @@ class TrainingData(Dataset):
 
     def check_cacheable(self) -> None:
         """Refuse options that change pixels at every draw, which latents made once cannot follow."""
-        for name in ("color_aug", "random_crop"):
+        for name in ("color_aug", "random_crop", "face_crop_aug_range"):
             for placed in self.placed:
                 if getattr(placed.item.subset, name):
                     raise OptionError(
@@ -490,6 +534,18 @@ class TrainingData(Dataset):
     def load_pixels(self, index: int) -> Pixels:
         """Read one image at its bucket size, with nothing random done to it."""
         return self._pixels(index, None)
+
+
+def _framed(array: np.ndarray, placed: PlacedImage, spec: DatasetSpec, chance: random.Random | None) -> np.ndarray:
+    """Bring an image to the size of its bucket."""
+    subset, size = placed.item.subset, placed.placement.bucket
+    face = images.face_of_name(placed.item.path) if subset.face_crop_aug_range and not spec.enable_bucket else None
+    covers = placed.item.size[0] >= size[0] and placed.item.size[1] >= size[1]
+    if face and covers and chance and subset.face_crop_aug_range:
+        zoom, wander = subset.face_crop_aug_range, subset.random_crop
+        return images.crop_around_face(array, face, size, zoom, wander, subset.resize_interpolation, chance)
+    array = images.resize(array, placed.placement.resized, subset.resize_interpolation)
+    return images.crop(array, size, chance if subset.random_crop else None)
 
 
 def _caption_options(subset: SubsetSpec) -> CaptionOptions:
@@ -533,7 +589,7 @@ def batch_loader(data: TrainingData, keys: Iterable[BatchKey], workers: int) -> 
         batch_size=None,
         sampler=list(keys),  # type: ignore[arg-type]
         num_workers=min(workers, os.cpu_count() or 1),
-        collate_fn=_as_it_is,
+        collate_fn=_as_it_is,  # type: ignore[arg-type]  # it gets one ready batch, as batch_size is None
         generator=torch.Generator(),  # the loader draws a number for its workers; not from the stream training uses
     )
     return iter(loader)
@@ -546,3 +602,124 @@ def tag_frequency(items: Iterable[ImageItem]) -> dict[str, int]:
     """Count the comma-separated tags of raw captions, in lower case."""
     tags = (tag.strip().lower() for item in items for tag in item.caption.split(","))
     return dict(Counter(tag for tag in tags if tag))
+
+
+def dataset_metadata(
+    data: TrainingData, validation: TrainingData | None, from_file: bool, batches_per_step: int
+) -> dict[str, str]:
+    """Give the ``ss_`` entries of a LoRA file that describe the data.
+
+    Args:
+        data, validation: what is trained on and validated with. from_file: the data sets come from a file.
+        batches_per_step: batches of one optimizer step, over all processes.
+    """
+    counts = [_image_counts(part) for part in data.parts]
+    entries = {
+        "ss_num_train_images": sum(count[0] for count in counts),
+        "ss_num_reg_images": sum(count[1] for count in counts),
+        "ss_num_validation_images": sum(_image_counts(part)[0] for part in validation.parts) if validation else 0,
+        "ss_tag_frequency": json.dumps(_first_of_each_folder(data.parts)),
+    }
+    if from_file:
+        entries["ss_datasets"] = json.dumps([_described_dataset(part) for part in data.parts])
+        entries["ss_dataset_dirs"] = json.dumps(_described_folders(data.parts, is_reg=False))
+    else:
+        entries |= _single_dataset_entries(data.parts[0], batches_per_step)
+    return {key: str(value) for key, value in entries.items()}
+
+
+def _image_counts(part: _Part) -> tuple[int, int]:
+    """Count training and regularization images, repeats included."""
+    counts = [0, 0]
+    for subset, items in part.subsets():
+        counts[subset.is_reg] += len(items) * (1 if part.is_validation else subset.num_repeats)
+    return counts[0], counts[1]
+
+
+def _tags_of_part(part: _Part) -> dict[str, dict[str, int]]:
+    tags: dict[str, Counter[str]] = {}
+    for subset, items in part.subsets():
+        tags.setdefault(subset.name, Counter()).update(tag_frequency(items))
+    return {name: dict(count) for name, count in tags.items()}
+
+
+def _first_of_each_folder(parts: Sequence[_Part]) -> dict[str, dict[str, int]]:
+    merged: dict[str, dict[str, int]] = {}
+    for part in parts:
+        for name, tags in _tags_of_part(part).items():
+            merged.setdefault(name, tags)
+    return merged
+
+
+def _described_folders(parts: Sequence[_Part], is_reg: bool) -> dict[str, dict[str, int]]:
+    described: dict[str, dict[str, int]] = {}
+    for part in parts:
+        for subset, items in part.subsets():
+            if subset.is_reg is is_reg:
+                described[_unused_name(subset.name, described)] = {
+                    "n_repeats": subset.num_repeats,
+                    "img_count": len(items),
+                }
+    return described
+
+
+def _unused_name(name: str, used: Iterable[str]) -> str:
+    used = set(used)
+    numbered = (f"{name} ({number})" for number in range(2, len(used) + 3))
+    return name if name not in used else next(candidate for candidate in numbered if candidate not in used)
+
+
+def _bucket_info(part: _Part) -> dict[str, Any] | None:
+    if not part.spec.enable_bucket:
+        return None
+    errors = [abs(placed.placement.ratio_error) for placed in part.placed]
+    return {
+        "buckets": {
+            str(number): {"resolution": list(size), "count": len(content)}
+            for number, (size, content) in enumerate(part.buckets)
+        },
+        "mean_img_ar_error": sum(errors) / len(errors) if errors else 0.0,
+    }
+
+
+def _single_dataset_entries(part: _Part, batches_per_step: int) -> dict[str, Any]:
+    spec, subset = part.spec, part.spec.subsets[0]
+    return {
+        "ss_batch_size_per_device": spec.batch_size,
+        "ss_total_batch_size": spec.batch_size * batches_per_step,
+        "ss_resolution": spec.resolution,
+        "ss_enable_bucket": spec.enable_bucket,
+        "ss_bucket_no_upscale": spec.bucket_no_upscale,
+        "ss_min_bucket_reso": spec.min_bucket_reso,
+        "ss_max_bucket_reso": spec.max_bucket_reso,
+        "ss_bucket_info": json.dumps(_bucket_info(part)),
+        "ss_dataset_dirs": json.dumps(_described_folders([part], is_reg=False)),
+        "ss_reg_dataset_dirs": json.dumps(_described_folders([part], is_reg=True)),
+        **{f"ss_{name}": getattr(subset, name) for name in SINGLE_DATASET_OPTIONS},
+    }
+
+
+def _described_dataset(part: _Part) -> dict[str, Any]:
+    spec, (train, reg) = part.spec, _image_counts(part)
+    return {
+        "is_dreambooth": spec.kind is Kind.DREAMBOOTH,
+        "batch_size_per_device": spec.batch_size,
+        "num_train_images": train,
+        "num_reg_images": reg,
+        "resolution": list(spec.resolution),
+        "enable_bucket": spec.enable_bucket,
+        "min_bucket_reso": spec.min_bucket_reso if spec.enable_bucket else None,
+        "max_bucket_reso": spec.max_bucket_reso if spec.enable_bucket else None,
+        "tag_frequency": _tags_of_part(part),
+        "bucket_info": _bucket_info(part),
+        "resize_interpolation": spec.resize_interpolation,
+        "subsets": [_described_subset(part, subset, len(items)) for subset, items in part.subsets()],
+    }
+
+
+def _described_subset(part: _Part, subset: SubsetSpec, images_found: int) -> dict[str, Any]:
+    described = {"img_count": images_found, **{name: getattr(subset, name) for name in SUBSET_METADATA}}
+    described["image_dir"] = Path(subset.image_dir).name if subset.image_dir else None
+    if part.spec.kind is Kind.FINE_TUNING:
+        return {**described, "metadata_file": subset.name}
+    return {**described, "class_tokens": subset.class_tokens, "is_reg": subset.is_reg}

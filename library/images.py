@@ -5,12 +5,14 @@ Images are numpy arrays (H, W, C), uint8, RGB or RGBA. Sizes are (width, height)
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import itertools
 import logging
+import math
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -22,7 +24,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from library.buckets import Size
-from library.config_util import PLUGIN_SUFFIXES
+from library.config_util import PLUGINS
 from library.errors import OptionError
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ COLOR_AUG_RATE = 0.33
 
 @lru_cache(maxsize=1)
 def _load_plugins() -> None:
-    for module in PLUGIN_SUFFIXES.values():
+    for module in PLUGINS.values():
         if importlib.util.find_spec(module):
             importlib.import_module(module)
 
@@ -80,6 +82,19 @@ def read_size(path: Path) -> Size:
         return (image.height, image.width) if sideways else (image.width, image.height)
 
     return _readable(path, upright)
+
+
+def read_sizes(paths: Sequence[Path]) -> list[Size]:
+    """Give the upright size of every image.
+
+    Raises:
+        OptionError: one line that names all broken files, those with a good header included.
+    """
+    try:
+        return [read_size(path) for path in paths]
+    except OptionError:
+        check_images(paths)
+        raise
 
 
 def check_images(paths: Iterable[Path]) -> None:
@@ -167,18 +182,21 @@ def _resize_area(image: np.ndarray, size: Size) -> np.ndarray:
 
 
 def _average_rows(image: np.ndarray, count: int) -> np.ndarray:
-    """Average rows into ``count`` rows by the share each source row is covered, in float32."""
-    rows = image.shape[0]
-    edges = np.arange(count + 1) * (rows / count)
-    whole = np.minimum(edges.astype(np.int64), rows - 1)
-    partial = (edges - whole).astype(np.float32).reshape(-1, *[1] * (image.ndim - 1))
-    kind = np.uint32 if image.dtype == np.uint8 else np.float32
-    sums = np.add.reduceat(image, whole[:-1], axis=0, dtype=kind).astype(np.float32)
-    sums[whole[:-1] == whole[1:]] = 0  # nothing lies between equal edges; reduceat gives the row itself there
-    # the last edge is the end of the last row, which reduceat has already summed in full
-    ends = partial[1:] * image[whole[1:]]
-    ends[-1] = 0 if whole[-2] != whole[-1] else ends[-1]
-    return (sums - partial[:-1] * image[whole[:-1]] + ends) * np.float32(count / rows)
+    """Average rows into ``count`` rows, each weighted by the share of it that is covered; float32."""
+    flat = np.ascontiguousarray(image).reshape(image.shape[0], -1)
+    edges = np.arange(count + 1) * (len(flat) / count)
+    averaged = np.empty((count, flat.shape[1]), dtype=np.float32)
+    for place, (top, bottom) in enumerate(itertools.pairwise(edges)):
+        first, last = int(top), min(math.ceil(bottom), len(flat))
+        rows = np.arange(first, last)
+        covered = np.minimum(rows + 1, bottom) - np.maximum(rows, top)
+        averaged[place] = (covered / covered.sum()).astype(np.float32) @ flat[first:last].astype(np.float32)
+    return averaged.reshape(count, *image.shape[1:])
+
+
+def _resize_nearest(image: np.ndarray, size: Size) -> np.ndarray:
+    columns, rows = ((2 * np.arange(new) + 1) * old // (2 * new) for old, new in zip(image.shape[1::-1], size))
+    return image[rows[:, None], columns]
 
 
 def _resize_with_pillow(filter_name: str) -> Callable[[np.ndarray, Size], np.ndarray]:
@@ -190,9 +208,8 @@ def _resize_with_pillow(filter_name: str) -> Callable[[np.ndarray, Size], np.nda
 
 def _resize_with_torch(mode: str) -> Callable[[np.ndarray, Size], np.ndarray]:
     def resize_with(image: np.ndarray, size: Size) -> np.ndarray:
-        corners = {} if mode == "nearest-exact" else {"align_corners": False}
         planes = torch.from_numpy(image).permute(2, 0, 1)[None].float()
-        resized = torch.nn.functional.interpolate(planes, (size[1], size[0]), mode=mode, **corners)
+        resized = torch.nn.functional.interpolate(planes, (size[1], size[0]), mode=mode, align_corners=False)
         return resized.round().clamp(0, 255).to(torch.uint8)[0].permute(1, 2, 0).contiguous().numpy()
 
     return resize_with
@@ -202,7 +219,7 @@ def _resize_with_torch(mode: str) -> Callable[[np.ndarray, Size], np.ndarray]:
 RESIZERS: dict[str, Callable[[np.ndarray, Size], np.ndarray]] = {
     "lanczos": _resize_with_pillow("LANCZOS"),
     "box": _resize_with_pillow("BOX"),
-    "nearest": _resize_with_torch("nearest-exact"),
+    "nearest": _resize_nearest,
     "bilinear": _resize_with_torch("bilinear"),
     "linear": _resize_with_torch("bilinear"),
     "bicubic": _resize_with_torch("bicubic"),
@@ -218,6 +235,51 @@ def crop(image: np.ndarray, size: Size, rng: random.Random | None) -> np.ndarray
     """Cut ``size`` out of an image that is at least as large: from the middle, or where ``rng`` says."""
     excess = (image.shape[1] - size[0], image.shape[0] - size[1])
     left, top = (rng.randint(0, room) if rng else room // 2 for room in excess)
+    return image[top : top + size[1], left : left + size[0]]
+
+
+def face_of_name(path: Path) -> tuple[int, int, int, int] | None:
+    """Give (centre x, centre y, width, height) of the face that a file name ends in (``photo_320_200_90_110``)."""
+    numbers = path.stem.split("_")[-4:]
+    if len(numbers) < 4 or not all(number.isdecimal() for number in numbers):
+        return None
+    x, y, width, height = map(int, numbers)
+    return (x, y, width, height) if x > 0 and width > 0 and height > 0 else None
+
+
+def crop_around_face(
+    image: np.ndarray,
+    face: tuple[int, int, int, int],
+    size: Size,
+    zoom: tuple[float, float],
+    wander: bool,
+    interpolation: str | None,
+    rng: random.Random,
+) -> np.ndarray:
+    """Scale an image that covers ``size`` by a random factor, at most 1, and cut ``size`` out around a face.
+
+    Args:
+        face: centre and size in pixels of ``image``. zoom: the crop's shorter side in face sizes, from and to.
+        wander: the crop may leave the face. interpolation: as in :func:`resize`.
+    """
+    height, width = image.shape[:2]
+    longer_side, shorter_crop = max(face[2:]), min(size)
+    low = min(1.0, max(size[0] / width, size[1] / height, shorter_crop / (longer_side * zoom[1])))
+    high = min(1.0, max(low, shorter_crop / (longer_side * zoom[0])))
+    scale = rng.uniform(low, high)
+    scaled = (max(size[0], int(width * scale + 0.5)), max(size[1], int(height * scale + 0.5)))
+    image = resize(image, scaled, interpolation)
+    face_side = longer_side * scale
+    corner = []
+    for length, wanted, centre in zip(scaled, size, face):
+        centre = int(centre * scale + 0.5)
+        if wander:
+            reach = max(length - centre, centre)
+            centre += rng.randint(0, reach) + rng.randint(0, reach) - reach
+        elif zoom[0] != zoom[1] and face_side > shorter_crop / 10 and face_side >= 40:
+            centre = int(centre + face_side * rng.uniform(-0.05, 0.05))
+        corner.append(max(0, min(centre - wanted // 2, length - wanted)))
+    left, top = corner
     return image[top : top + size[1], left : left + size[0]]
 
 

@@ -292,7 +292,7 @@ def _write(request: CacheRequest, cached: CachedLatents, vae: str, suffix: str) 
 
     def save(temporary: Path) -> None:
         with temporary.open("wb") as file:  # np.savez adds .npz to a name, not to an open file
-            np.savez(file, **arrays)
+            np.savez(file, allow_pickle=False, **arrays)
 
     write_file(path, save)
     return path
