@@ -305,7 +305,7 @@ def _build(spec: type[Any], levels: Sequence[_Level], fixed: Mapping[str, Any]) 
     found = {
         name: (level, level.values[name])
         for name in spec.declared()
-        for level in reversed(levels)
+        for level in levels  # the nearest comes last and replaces what the others say
         if name in level.values
     }
     try:
