@@ -73,13 +73,13 @@ def specs_of(tmp_path, config, **args):
     """Load a data set file with that content."""
     file = tmp_path / "data.json"
     file.write_text(json.dumps(config))
-    return load_dataset_specs(Namespace(dataset_config=file, **args))
+    return load_dataset_specs(Namespace(**{"dataset_config": file, "resolution": "64", **args}))
 
 
 def config_with(folder, general=None, dataset=None, subset=None):
     return {
         "general": general or {},
-        "datasets": [{"resolution": 64, **(dataset or {}), "subsets": [{"image_dir": str(folder), **(subset or {})}]}],
+        "datasets": [{**(dataset or {}), "subsets": [{"image_dir": str(folder), **(subset or {})}]}],
     }
 
 
@@ -134,7 +134,7 @@ def test_command_line_names_that_differ(folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"subset": {"keep_token": 1}}, r"datasets\[1\], subsets\[1\]: unknown key 'keep_token'. Did you mean 'keep_tokens'"),
+        ({"subset": {"keep_token": 1}}, r"datasets\[1\], subsets\[1\]: unknown key .keep_token.. Did you mean .keep_t"),
         ({"dataset": {"batchsize": 1}}, r"data.json, datasets\[1\]: unknown key 'batchsize'. Did you mean 'batch_s"),
         ({"general": {"sufle_caption": True}}, r"\[general\]: unknown key 'sufle_caption'. Did you mean 'shuffle"),
         ({"subset": {"batch_size": 2}}, r"batch_size does not belong here, put it into \[general\] or \[\[dat"),
