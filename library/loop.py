@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from library import grad_filter
 from library.accelerator import ScalarLog
+from library.batch_loss import BatchResult
 from library.dataset import BatchKey, TrainingData, batch_loader
 from library.errors import RunStopped
 from library.losses import first_non_finite
@@ -21,20 +22,6 @@ from library.progress import LossAverage, Progress
 from library.run_plan import RunPlan, Update
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class BatchResult:
-    """What one forward pass gives.
-
-    Attributes:
-        loss: scalar with gradient history, the mean over the batch. losses: (B,) detached, weighted as in ``loss``.
-        timesteps: (B,) int64.
-    """
-
-    loss: Tensor
-    losses: Tensor
-    timesteps: Tensor
 
 
 @dataclass
@@ -108,8 +95,8 @@ class TrainingLoop:
         self.average = LossAverage(losses)
         self.filter = grad_filter.handle_of(parts.raw_optimizer)
 
-    def run(self, done: int, epoch_end_due: bool) -> None:
-        """Do every update after ``done``.
+    def run(self, done: int, epoch_end_due: bool) -> Update:
+        """Do every update after ``done`` and give the last one.
 
         Args:
             done: updates already behind.
@@ -125,6 +112,7 @@ class TrainingLoop:
             for step in self.plan.steps_of_epoch(epoch, after_step=done):
                 self._one_update(self.plan.update(step))
         self.progress.close()
+        return self.plan.update(self.plan.max_steps)
 
     # ------------------------------------------------------------------------------------------------------- data
 
@@ -139,9 +127,9 @@ class TrainingLoop:
 
     def _batches(self, done: int) -> Iterator[dict[str, Any]]:
         epochs = range(self.plan.epoch_after(done), self.plan.epochs + 1)
-        keys_of_epochs = [list(self._keys(epoch, done)) for epoch in epochs]
-        if self.settings.persistent_workers:
-            keys_of_epochs = [[key for keys in keys_of_epochs for key in keys]]
+        keys_of_epochs = (self._keys(epoch, done) for epoch in epochs)
+        if self.settings.persistent_workers:  # one loader for the whole run keeps its processes
+            keys_of_epochs = iter([itertools.chain.from_iterable(keys_of_epochs)])
         for keys in keys_of_epochs:
             yield from batch_loader(self.data, keys, self.settings.workers)
 
@@ -153,7 +141,7 @@ class TrainingLoop:
         norms = self._limit_weight_norms()
         self.progress.step(self.average.mean, norms)
         self._log_update(update, results, norms)
-        self.output.after_step(update, self.average.losses)
+        self.output.after_step(update)
         self.draw_samples(None, update.step)
         if update.ends_epoch or update.step == self.plan.max_steps:
             self._end_epoch(update)
@@ -167,8 +155,8 @@ class TrainingLoop:
         value = float(result.loss.detach())
         if not torch.isfinite(result.loss.detach()):
             raise RunStopped(
-                f"step {update.step}: the loss is {value} for {', '.join(batch['image_keys'])}. Earlier saves are intact. "
-                f"Lower --learning_rate, or use --mixed_precision bf16 or --no_half_vae"
+                f"step {update.step}: the loss is {value} for {', '.join(batch['image_keys'])}. Earlier saves are "
+                f"intact. Lower --learning_rate, or use --mixed_precision bf16 or --no_half_vae"
             )
         size = update.last_batch - update.first_batch  # the short group at an epoch's end has its own mean
         self.accelerator.backward(result.loss / size)
@@ -228,5 +216,5 @@ class TrainingLoop:
 
     def _end_epoch(self, update: Update) -> None:
         self.scalars.write({"loss/epoch_average": self.average.mean}, update.epoch)
-        self.output.after_epoch(update, self.average.losses, is_last=update.step == self.plan.max_steps)
+        self.output.after_epoch(update, is_last=update.step == self.plan.max_steps)
         self.draw_samples(update.epoch, update.step)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from library.errors import OptionError
+from library.losses import LossOptions
+from library.noise import NoiseOptions
 
 
 def _path(value: str | None) -> Path | None:
@@ -34,37 +36,6 @@ class PrecisionSettings:
     no_half_vae: bool
     gradient_checkpointing: bool
     attention: str
-
-
-@dataclass(frozen=True)
-class NoiseSettings:
-    """What is added to the latents and what the model is asked for; names as the options."""
-
-    noise_offset: float | None
-    noise_offset_random_strength: bool
-    adaptive_noise_scale: float | None
-    multires_noise_iterations: int | None
-    multires_noise_discount: float
-    ip_noise_gamma: float | None
-    ip_noise_gamma_random_strength: bool
-    min_timestep: int
-    max_timestep: int
-    zero_terminal_snr: bool
-    v_parameterization: bool
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """How a prediction is judged; names as the options."""
-
-    loss_type: str
-    huber_schedule: str
-    huber_c: float
-    huber_scale: float
-    min_snr_gamma: float | None
-    scale_v_pred_loss_like_noise_pred: bool
-    v_pred_like_loss: float | None
-    debiased_estimation_loss: bool
 
 
 @dataclass(frozen=True)
@@ -122,8 +93,8 @@ def read_precision(args: Namespace) -> PrecisionSettings:
     )
 
 
-def read_noise(args: Namespace) -> NoiseSettings:
-    return NoiseSettings(
+def read_noise(args: Namespace) -> NoiseOptions:
+    return NoiseOptions(
         args.noise_offset,
         args.noise_offset_random_strength,
         args.adaptive_noise_scale,
@@ -138,8 +109,8 @@ def read_noise(args: Namespace) -> NoiseSettings:
     )
 
 
-def read_loss(args: Namespace) -> LossSettings:
-    return LossSettings(
+def read_loss(args: Namespace) -> LossOptions:
+    return LossOptions(
         args.loss_type,
         args.huber_schedule,
         args.huber_c,

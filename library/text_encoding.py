@@ -1,0 +1,73 @@
+"""From captions to the hidden states a U-Net is conditioned on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WINDOW = 77  # positions of a CLIP text encoder: begin, 75 tokens, end
+INNER = WINDOW - 2
+
+
+def chunk_count(max_token_length: int | None) -> int:
+    """Give how many windows a text of ``max_token_length`` tokens takes (None: one)."""
+    return 1 if max_token_length is None else max_token_length // INNER
+
+
+def tokenize(tokenizer: Any, captions: Sequence[str], max_token_length: int | None) -> Tensor:
+    """Turn captions into token ids, cut into windows that each begin and end like a text of their own.
+
+    Args:
+        tokenizer: CLIP tokenizer with its pad token set. captions: B texts. max_token_length: None, 150 or 225.
+
+    Returns:
+        (B, n, 77) int64, n = 1 for None, 2 for 150, 3 for 225.
+    """
+    windows = chunk_count(max_token_length)
+    length = windows * INNER + 2
+    encoded = tokenizer(list(captions), padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    ids = encoded.input_ids
+    if windows == 1:
+        return ids.unsqueeze(1)
+    begin, end, pad = ids[:, :1], ids[:, -1:], tokenizer.pad_token_id
+    chunks = torch.stack(
+        [torch.cat([begin, ids[:, 1 + INNER * n : 1 + INNER * (n + 1)], end], dim=1) for n in range(windows)], dim=1
+    )
+    if pad != tokenizer.eos_token_id:
+        eos = tokenizer.eos_token_id
+        last_is_text = (chunks[..., -2] != eos) & (chunks[..., -2] != pad)
+        chunks[..., -1] = torch.where(last_is_text, eos, chunks[..., -1])
+        chunks[..., 1] = torch.where(chunks[..., 1] == pad, eos, chunks[..., 1])
+    return chunks
+
+
+def final_layer_norm(text_encoder: Any) -> torch.nn.Module:
+    """Give the norm after the last layer; transformers 5 has one level less than 4."""
+    return getattr(text_encoder, "text_model", text_encoder).final_layer_norm
+
+
+def encode(text_encoder: Any, input_ids: Tensor, clip_skip: int | None = None) -> Tensor:
+    """Encode windows of token ids and join them.
+
+    Args:
+        text_encoder: CLIPTextModel. input_ids: (B, n, 77) int64 on the encoder's device.
+        clip_skip: take the hidden states of the ``clip_skip``-th layer from the end, through the final norm.
+
+    Returns:
+        (B, 75 n + 2, width): begin state of the first window, inner states of all, end state of the last.
+    """
+    batch, windows, length = input_ids.shape
+    flat = input_ids.reshape(batch * windows, length)
+    if clip_skip is None:
+        hidden = text_encoder(flat).last_hidden_state
+    else:
+        layers = text_encoder(flat, output_hidden_states=True).hidden_states
+        hidden = final_layer_norm(text_encoder)(layers[-clip_skip])
+    if windows == 1:
+        return hidden
+    hidden = hidden.reshape(batch, windows, length, -1)
+    inner = hidden[:, :, 1:-1].reshape(batch, windows * INNER, -1)
+    return torch.cat([hidden[:, 0, :1], inner, hidden[:, -1, -1:]], dim=1)
