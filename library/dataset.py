@@ -179,7 +179,7 @@ READERS: dict[Kind, Callable[[SubsetSpec], list[ImageItem]]] = {
 }
 
 
-def split_train_val(paths: Sequence[Any], is_training: bool, share: float, seed: Any) -> list[Any]:
+def split_items(paths: Sequence[Any], is_training: bool, share: float, seed: Any) -> list[Any]:
     """Give the training or the validation part of a list, shuffled by ``seed``; ``share`` is what validation gets."""
     shuffled = list(paths)
     random.Random(seed).shuffle(shuffled)
@@ -259,7 +259,7 @@ class _Part:
                 if not items:
                     log.warning("%s: no images in %s", spec.source, subset.metadata_file or subset.image_dir)
                 if spec.kind is Kind.DREAMBOOTH and share > 0 and not subset.is_reg:
-                    items = split_train_val(items, not validation, share, seed)
+                    items = split_items(items, not validation, share, seed)
             found.append(items)
         return found
 

@@ -201,7 +201,7 @@ def _resize_nearest(image: np.ndarray, size: Size) -> np.ndarray:
 
 def _resize_with_pillow(filter_name: str) -> Callable[[np.ndarray, Size], np.ndarray]:
     def resize_with(image: np.ndarray, size: Size) -> np.ndarray:
-        return np.asarray(Image.fromarray(image).resize(size, Image.Resampling[filter_name]))
+        return np.array(Image.fromarray(image).resize(size, Image.Resampling[filter_name]))
 
     return resize_with
 

@@ -77,6 +77,7 @@ class CacheRequest:
             "resized": self.resized,
             "bucket": self.bucket,
             "interpolation": self.interpolation,
+            "alpha_mask": self.alpha_mask,  # transparent areas keep their hidden colours then
             "version": 1,
         }
         return json.dumps(made_from, sort_keys=True)
