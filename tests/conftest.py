@@ -21,3 +21,19 @@ def spec_fixture(name: str) -> Any:
     if not path.is_file():
         pytest.skip(f"the specification's fixture {name} is not beside this checkout")
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="session")
+def tiny_sd1_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small SD1 model as a Diffusers folder."""
+    from tools.make_tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "sd1", "sd1")
+
+
+@pytest.fixture(scope="session")
+def tiny_sd2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small SD2 model as a Diffusers folder."""
+    from tools.make_tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "sd2", "sd2")
