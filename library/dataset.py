@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import random
 from collections import Counter
@@ -179,13 +178,12 @@ READERS: dict[Kind, Callable[[SubsetSpec], list[ImageItem]]] = {
 }
 
 
-def split_items(paths: Sequence[Any], is_training: bool, share: float, seed: Any) -> list[Any]:
+def split_items(items: Sequence[Any], is_training: bool, share: float, seed: Any) -> list[Any]:
     """Give the training or the validation part of a list, shuffled by ``seed``; ``share`` is what validation gets."""
-    shuffled = list(paths)
+    shuffled = list(items)
     random.Random(seed).shuffle(shuffled)
-    if is_training:
-        return shuffled[: math.ceil(len(shuffled) * (1 - share))]
-    return shuffled[len(shuffled) - round(len(shuffled) * share) :]
+    first_of_validation = len(shuffled) - round(len(shuffled) * share)
+    return shuffled[:first_of_validation] if is_training else shuffled[first_of_validation:]
 
 
 def _repeats_of(items: Sequence[ImageItem]) -> list[int]:

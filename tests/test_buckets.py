@@ -144,6 +144,12 @@ def test_front_ends_can_fill_and_sort_buckets():
     assert manager.buckets == [["b"], ["a", "c"]]
 
 
+def test_an_image_that_is_a_bucket_goes_there():
+    manager = BucketManager(False, (512, 512), 256, 1024, 64)
+    manager.set_predefined_resos([(256, 256), (512, 512)])
+    assert manager.select_bucket(512, 512)[0] == (512, 512)
+
+
 def test_a_manager_without_a_list_says_what_to_call():
     with pytest.raises(OptionError, match=r"make_buckets\(\)"):
         BucketManager(False, (512, 512), 256, 1024, 64).select_bucket(10, 10)

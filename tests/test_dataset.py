@@ -192,6 +192,30 @@ def test_sizes_and_crops_of_a_batch(root):
     assert batch["loss_weights"].tolist() == [1.0] * len(batch["captions"])
 
 
+def test_the_crop_told_of_a_mirrored_image_is_mirrored(tmp_path):
+    fill(tmp_path / "data" / "1_cat", [(53, 70)])
+    data = data_of(tmp_path / "data", enable_bucket=False, flip_aug=True)
+    told = {
+        (batch["flippeds"][0], *batch["crop_top_lefts"][0].tolist())
+        for batch in map(data.__getitem__, keys_of(data, 9))
+    }
+    assert told == {(False, 0, 15), (True, 0, 16)}  # 31.1 pixels are left over: 15 on the left, 16.1 on the right
+
+
+def test_chance_differs_between_the_places_of_an_epoch(root):
+    data = data_of(root, flip_aug=True, train_batch_size=4)
+    flags = [data[BatchKey(1, 0, index)]["flippeds"] for index in range(len(data))]
+    assert len({tuple(batch) for batch in flags}) > 1 and any(len(set(batch)) == 2 for batch in flags)
+
+
+def test_an_image_replaced_during_a_run_is_refused(root):
+    data = data_of(root)
+    Image.new("RGB", (32, 32)).save(root / "2_sks cat" / "0.png")
+    with pytest.raises(OptionError, match=r"0\.png: its header says"):
+        for key in keys_of(data, 1):
+            data[key]
+
+
 @pytest.mark.parametrize("missing", ["latents", "images"])
 def test_a_batch_holds_images_or_latents(root, missing):
     data = data_of(root, flip_aug=True)
@@ -262,6 +286,14 @@ def test_the_validation_split_is_the_reference_s():
     assert split_items(paths, False, 0.2, 1234) == ["path7"]
 
 
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.5, 1.0])
+@pytest.mark.parametrize("count", range(1, 12))
+def test_the_two_parts_share_nothing_and_lose_nothing(count, share):
+    parts = [split_items(range(count), is_training, share, 3) for is_training in (True, False)]
+    assert sorted(parts[0] + parts[1]) == list(range(count))
+    assert len(parts[1]) == round(count * share)
+
+
 @pytest.mark.parametrize("validation_seed", [None, 5])
 def test_validation_images_are_not_trained_on(root, validation_seed):
     options = {"validation_split": 0.3, "validation_seed": validation_seed}
@@ -287,7 +319,7 @@ def test_metadata_files_name_images_and_captions(tmp_path):
         str(folder / "1.png"): {"tags": "x"},
         "2.png": {"caption": "b", "image_size": [1, 1]},
     }
-    (tmp_path / "meta.json").write_text(json.dumps(entries))
+    (tmp_path / "meta.json").write_text(json.dumps(entries), encoding="utf-8-sig")
     lines = [json.dumps({"image_path": key, **entry}) for key, entry in entries.items()]
     (tmp_path / "meta.jsonl").write_text("\n".join(lines))
     for name in ("meta.json", "meta.jsonl"):
