@@ -536,13 +536,15 @@ def _check_folders(specs: Sequence[DatasetSpec]) -> None:
                 _check_folder(subset, spec.source)
     errors.raise_if_any()
     for spec in specs:
-        if spec.kind is Kind.DREAMBOOTH:
+        if spec.kind in FOLDER_KINDS:
             _check_training_images(spec)
 
 
 def _check_folder(subset: SubsetSpec, place: str) -> None:
-    if subset.image_dir and not Path(subset.image_dir).is_dir():
-        raise OptionError(f"{place}: image_dir {subset.image_dir}: no such folder. Give a folder that holds images")
+    for name in ("image_dir", "conditioning_data_dir"):
+        folder = getattr(subset, name)
+        if folder and not Path(folder).is_dir():
+            raise OptionError(f"{place}: {name} {folder}: no such folder. Give a folder that holds images")
     if subset.metadata_file and not Path(subset.metadata_file).is_file():
         raise OptionError(f"{place}: metadata_file {subset.metadata_file}: no such file. Give a .json or .jsonl file")
 

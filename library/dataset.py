@@ -8,7 +8,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ SUBSET_METADATA = (
     "caption_suffix",
     "resize_interpolation",
 )
+MASK_RATIO_TOLERANCE = 0.02  # a mask drawn on a smaller copy may be a pixel off
 COMMON_CAPTION_EXTENSIONS = (".txt", ".caption", ".cap", ".tags")
 
 
@@ -59,6 +60,7 @@ class ImageItem:
     Attributes:
         path: of the file. key: folder name and file name. size: upright (width, height).
         caption: raw text; several lines when one is chosen at each draw. subset: its options.
+        mask: image whose red channel says how much each place counts, None without one.
     """
 
     path: Path
@@ -66,6 +68,7 @@ class ImageItem:
     size: Size
     caption: str
     subset: SubsetSpec
+    mask: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,33 @@ def _read_dreambooth(subset: SubsetSpec) -> list[ImageItem]:
         ImageItem(path, f"{folder.name}/{path.name}", size, caption, subset)
         for path, size, caption in zip(paths, images.read_sizes(paths), captions)
     ]
+
+
+def _read_with_masks(subset: SubsetSpec) -> list[ImageItem]:
+    items = _read_dreambooth(subset)
+    folder = Path(subset.conditioning_data_dir or "")
+    masks = {path.stem: path for path in list_images(folder)}
+    missing = [item.path.name for item in items if item.path.stem not in masks]
+    surplus = [path.name for stem, path in masks.items() if stem not in {item.path.stem for item in items}]
+    for names, problem in ((missing, "images without a mask of the same name"), (surplus, "masks without an image")):
+        if names:
+            raise OptionError(
+                f"conditioning_data_dir {folder}: {len(names)} {problem}: {', '.join(names[:5])}. "
+                f"Give every image in {subset.image_dir} exactly one mask"
+            )
+    paired = [replace(item, mask=masks[item.path.stem]) for item in items]
+    for item, mask_size in zip(paired, images.read_sizes([item.mask for item in paired if item.mask])):
+        _check_mask_size(item, mask_size)
+    return paired
+
+
+def _check_mask_size(item: ImageItem, mask_size: Size) -> None:
+    ratio, mask_ratio = item.size[0] / item.size[1], mask_size[0] / mask_size[1]
+    if abs(mask_ratio / ratio - 1) > MASK_RATIO_TOLERANCE:
+        raise OptionError(
+            f"{item.mask}: a mask of {mask_size[0]}x{mask_size[1]} does not fit the image of "
+            f"{item.size[0]}x{item.size[1]}. Save it in the size of the image"
+        )
 
 
 def _read_captions(subset: SubsetSpec, folder: Path, paths: Sequence[Path]) -> list[str]:
@@ -175,6 +205,7 @@ def _joined_caption(caption: str, tags: str, subset: SubsetSpec) -> str:
 READERS: dict[Kind, Callable[[SubsetSpec], list[ImageItem]]] = {
     Kind.DREAMBOOTH: _read_dreambooth,
     Kind.FINE_TUNING: _read_metadata,
+    Kind.MASK: _read_with_masks,
 }
 
 
@@ -417,7 +448,8 @@ class TrainingData(Dataset):
         part, chosen = self._images_of_batch(key.epoch, key.index)
         drawn = [self._draw(key, position, image) for position, image in enumerate(chosen)]
         captions = [sample["caption"] for sample in drawn]
-        masks = [sample["alpha_mask"] for sample in drawn]
+        masks = _stacked_masks([sample["mask"] for sample in drawn])
+        by_image = part.spec.kind is Kind.MASK
         return {
             "images": _stacked([sample["image"] for sample in drawn]),
             "latents": _stacked([sample["latents"] for sample in drawn]),
@@ -425,7 +457,8 @@ class TrainingData(Dataset):
             "input_ids_list": self.tokenize(captions) if self.tokenize else None,
             "text_encoder_outputs_list": None,
             "loss_weights": torch.tensor([sample["loss_weight"] for sample in drawn], dtype=torch.float32),
-            "alpha_masks": _stacked_masks(masks),
+            "alpha_masks": None if by_image else masks,
+            "conditioning_images": _as_image(masks) if by_image and masks is not None else None,
             "original_sizes_hw": torch.tensor([sample["original_size"] for sample in drawn]),
             "crop_top_lefts": torch.tensor([sample["crop_top_left"] for sample in drawn]),
             "target_sizes_hw": torch.tensor([sample["target_size"] for sample in drawn]),
@@ -466,30 +499,33 @@ class TrainingData(Dataset):
     def _picture(self, image: int, flipped: bool, chance: random.Random) -> dict[str, Tensor | None]:
         subset = self.placed[image].item.subset
         if image in self.latents:
-            cached = load_cached(self.latents[image], subset.flip_aug, subset.alpha_mask)
+            cached = load_cached(self.latents[image], subset.flip_aug, _has_mask(self.placed[image].item))
             latents = cached.flipped if flipped else cached.latents
-            return {"image": None, "latents": latents, "alpha_mask": _mirrored(cached.alpha_mask, flipped)}
+            return {"image": None, "latents": latents, "mask": _mirrored(cached.mask, flipped)}
         pixels = self._pixels(image, chance)
         return {
             "image": _mirrored(pixels.image, flipped),
             "latents": None,
-            "alpha_mask": _mirrored(pixels.alpha_mask, flipped),
+            "mask": _mirrored(pixels.mask, flipped),
         }
 
     def _pixels(self, image: int, chance: random.Random | None) -> Pixels:
         """Read an image and bring it to its bucket size; without ``chance`` nothing about it is random."""
         placed = self.placed[image]
         subset = placed.item.subset
-        array = images.load_image(placed.item.path, alpha=subset.alpha_mask)
+        array = images.load_image(placed.item.path, alpha=subset.alpha_mask and not placed.item.mask)
         if array.shape[1::-1] != placed.item.size:
             raise OptionError(
                 f"{placed.item.path}: its header says {placed.item.size}, its pixels are {array.shape[1::-1]}. "
                 f"The file is damaged or changed during the run: replace it"
             )
+        if placed.item.mask:
+            mask = images.resize(images.load_image(placed.item.mask), placed.item.size, subset.resize_interpolation)
+            array = np.dstack([array, mask[..., 0]])  # it goes through every step with the image, as alpha does
         array = _framed(array, placed, self._spec_of(image), chance)
         if subset.color_aug and chance is not None:
             array = images.change_colors(array, chance)
-        return Pixels(images.to_tensor(array), images.alpha_of(array) if subset.alpha_mask else None)
+        return Pixels(images.to_tensor(array), images.alpha_of(array) if _has_mask(placed.item) else None)
 
     # -- checks and caching
 
@@ -499,7 +535,8 @@ class TrainingData(Dataset):
         Raises:
             OptionError: one line that names all files that cannot be decoded.
         """
-        images.check_images(dict.fromkeys(placed.item.path for placed in self.placed))
+        files = [file for placed in self.placed for file in (placed.item.path, placed.item.mask) if file]
+        images.check_images(dict.fromkeys(files))
 
     def check_cacheable(self) -> None:
         """Refuse options that change pixels at every draw, which latents made once cannot follow."""
@@ -524,7 +561,8 @@ class TrainingData(Dataset):
                 interpolation=placed.item.subset.resize_interpolation,
                 crop_ltrb=buckets.crop_conditioning(placed.placement.bucket, placed.item.size),
                 flip=placed.item.subset.flip_aug,
-                alpha_mask=placed.item.subset.alpha_mask,
+                mask=placed.item.mask,
+                with_mask=_has_mask(placed.item),
             )
             for placed in self.placed
         ]
@@ -544,6 +582,15 @@ def _framed(array: np.ndarray, placed: PlacedImage, spec: DatasetSpec, chance: r
         return images.crop_around_face(array, face, size, zoom, wander, subset.resize_interpolation, chance)
     array = images.resize(array, placed.placement.resized, subset.resize_interpolation)
     return images.crop(array, size, chance if subset.random_crop else None)
+
+
+def _has_mask(item: ImageItem) -> bool:
+    return item.mask is not None or item.subset.alpha_mask
+
+
+def _as_image(masks: Tensor) -> Tensor:
+    """Give masks (B, H, W) in [0, 1] as grey images (B, 3, H, W) in [-1, 1]."""
+    return (masks * 2 - 1)[:, None].expand(-1, 3, -1, -1)
 
 
 def _caption_options(subset: SubsetSpec) -> CaptionOptions:

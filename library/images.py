@@ -201,7 +201,9 @@ def _resize_nearest(image: np.ndarray, size: Size) -> np.ndarray:
 
 def _resize_with_pillow(filter_name: str) -> Callable[[np.ndarray, Size], np.ndarray]:
     def resize_with(image: np.ndarray, size: Size) -> np.ndarray:
-        return np.array(Image.fromarray(image).resize(size, Image.Resampling[filter_name]))
+        # Pillow weights colours by a fourth channel, which here may be a mask that says nothing about them
+        planes = [image[..., :3], image[..., 3]] if image.shape[2] == 4 else [image]
+        return np.dstack([Image.fromarray(plane).resize(size, Image.Resampling[filter_name]) for plane in planes])
 
     return resize_with
 

@@ -33,19 +33,19 @@ class CachedLatents(NamedTuple):
 
     Attributes:
         latents: (C, h, w). flipped: the same of the mirrored image, None unless it is mirrored in training.
-        alpha_mask: (H, W) in [0, 1], None unless it is trained with.
+        mask: (H, W) in [0, 1], None unless it is trained with.
     """
 
     latents: Tensor
     flipped: Tensor | None
-    alpha_mask: Tensor | None
+    mask: Tensor | None
 
 
 class Pixels(NamedTuple):
-    """An image at its bucket size: (3, H, W) float32 in [-1, 1], and its alpha mask or None."""
+    """An image at its bucket size: (3, H, W) float32 in [-1, 1], and its mask (H, W) in [0, 1] or None."""
 
     image: Tensor
-    alpha_mask: Tensor | None
+    mask: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class CacheRequest:
         name: stands for the image in messages and decides its noise. path: of the image.
         original_size, resized, bucket: (width, height) before resizing, before and after cropping.
         interpolation: name of the resize filter. crop_ltrb: as the SDXL rule gives it.
-        flip: the mirrored image is needed too. alpha_mask: its mask is needed too.
+        flip: the mirrored image is needed too. with_mask: a mask is needed too.
+        mask: file the mask comes from, None for the transparency of the image itself.
     """
 
     name: str
@@ -67,17 +68,18 @@ class CacheRequest:
     interpolation: str | None
     crop_ltrb: tuple[float, float, float, float]
     flip: bool
-    alpha_mask: bool
+    with_mask: bool
+    mask: Path | None = None
 
-    def fingerprint(self, vae: str, content: str) -> str:
-        """Give one line of JSON that changes when the latents would."""
+    def fingerprint(self, vae: str) -> str:
+        """Give one line of JSON that changes when the latents or the mask would."""
         made_from = {
             "vae": vae,
-            "content": content,
+            "content": [_content_hash(path) for path in (self.path, self.mask) if path],
             "resized": self.resized,
             "bucket": self.bucket,
             "interpolation": self.interpolation,
-            "alpha_mask": self.alpha_mask,  # transparent areas keep their hidden colours then
+            "mask": self.with_mask,  # transparent areas keep their hidden colours then
             "version": 1,
         }
         return json.dumps(made_from, sort_keys=True)
@@ -138,9 +140,9 @@ def cache_latents(
             bar.update(len(batch))
 
 
-def load_cached(cached: CachedLatents | Path, flip: bool, alpha_mask: bool) -> CachedLatents:
+def load_cached(cached: CachedLatents | Path, flip: bool, with_mask: bool) -> CachedLatents:
     """Give cached latents, read from their file when they are kept there."""
-    return _read(cached, flip, alpha_mask) if isinstance(cached, Path) else cached
+    return _read(cached, flip, with_mask) if isinstance(cached, Path) else cached
 
 
 # ------------------------------------------------------------------------------------------------------ encoding
@@ -181,7 +183,7 @@ def _encode_batch(requests: list[CacheRequest], pixels: list[Pixels], encode: En
     if any(request.flip for request in requests):
         mirrored = list(_sample(requests, images.flip(-1), encode, flipped=True))
     return [
-        CachedLatents(plain, flipped if request.flip else None, pixel.alpha_mask)
+        CachedLatents(plain, flipped if request.flip else None, pixel.mask)
         for request, plain, flipped, pixel in zip(requests, latents, mirrored, pixels)
     ]
 
@@ -247,7 +249,7 @@ def _problem(path: Path, request: CacheRequest, vae: str, trust_files: bool) -> 
         content = _load_arrays(path)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
         return f"damaged ({error})"
-    needed = ["latents", *["latents_flipped"] * request.flip, *["alpha_mask"] * request.alpha_mask]
+    needed = ["latents", *["latents_flipped"] * request.flip, *["alpha_mask"] * request.with_mask]
     lacking = [key for key in needed if key not in content]
     if lacking:
         return f"without {', '.join(lacking)}"
@@ -256,7 +258,7 @@ def _problem(path: Path, request: CacheRequest, vae: str, trust_files: bool) -> 
         return "of another size"
     if trust_files:
         return None
-    if str(content.get(FINGERPRINT_KEY, "")) != request.fingerprint(vae, _content_hash(request.path)):
+    if str(content.get(FINGERPRINT_KEY, "")) != request.fingerprint(vae):
         return "made from another image, VAE or option"
     return None
 
@@ -266,7 +268,7 @@ def _load_arrays(path: Path) -> dict[str, np.ndarray]:
         return {key: archive[key] for key in archive.files}
 
 
-def _read(path: Path, flip: bool, alpha_mask: bool) -> CachedLatents:
+def _read(path: Path, flip: bool, with_mask: bool) -> CachedLatents:
     content = _load_arrays(path)
 
     def tensor(key: str, wanted: bool) -> Tensor | None:
@@ -275,7 +277,7 @@ def _read(path: Path, flip: bool, alpha_mask: bool) -> CachedLatents:
     return CachedLatents(
         torch.from_numpy(content["latents"].astype(np.float32)),
         tensor("latents_flipped", flip),
-        tensor("alpha_mask", alpha_mask),
+        tensor("alpha_mask", with_mask),
     )
 
 
@@ -285,9 +287,9 @@ def _write(request: CacheRequest, cached: CachedLatents, vae: str, suffix: str) 
         "latents": cached.latents.numpy(),
         "original_size": np.array(request.original_size, dtype=np.int64),
         "crop_ltrb": np.array(request.crop_ltrb, dtype=np.float64),
-        FINGERPRINT_KEY: np.array(request.fingerprint(vae, _content_hash(request.path))),
+        FINGERPRINT_KEY: np.array(request.fingerprint(vae)),
     }
-    for key, tensor in (("latents_flipped", cached.flipped), ("alpha_mask", cached.alpha_mask)):
+    for key, tensor in (("latents_flipped", cached.flipped), ("alpha_mask", cached.mask)):
         if tensor is not None:
             arrays[key] = tensor.numpy()
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from library.config_util import load_dataset_specs
 from library.dataset import BatchKey, TrainingData, batch_loader, dataset_metadata, split_items
 from library.errors import OptionError
-from library.latent_cache import CachedLatents
+from library.latent_cache import CachedLatents, cache_latents
 from tests.conftest import spec_fixture
 
 SIZES = [(64, 64), (64, 64), (130, 65), (80, 60), (64, 128), (200, 80), (64, 64)]
@@ -260,6 +260,58 @@ def test_alpha_masks_are_given_when_asked_for(root):
 
 
 # ------------------------------------------------------------------------------------------------ kinds of subsets
+
+
+@pytest.fixture
+def masked(root) -> Path:
+    """A mask for every image: the image's own red channel, so that the two can be compared."""
+    folder = root.parent / "masks"
+    folder.mkdir()
+    for path in (root / "2_sks cat").glob("*.png"):
+        Image.open(path).getchannel("R").save(folder / path.name)
+    return folder
+
+
+def masked_data(root, masked, args=None, **subset):
+    file = root.parent / "data.json"
+    subset = {"image_dir": str(root / "2_sks cat"), "conditioning_data_dir": str(masked), **subset}
+    common = {"resolution": 128, "batch_size": 2, **BUCKETS, "subsets": [subset]}
+    file.write_text(json.dumps({"datasets": [common]}))
+    return TrainingData(load_dataset_specs(Namespace(dataset_config=file, masked_loss=True, **args or {})), seed=1)
+
+
+def test_masks_follow_their_images_through_crops_and_mirrors(root, masked):
+    data = masked_data(root, masked, flip_aug=True, random_crop=True)
+    for key in keys_of(data):
+        batch = data[key]
+        assert batch["alpha_masks"] is None
+        assert batch["conditioning_images"].shape == batch["images"].shape
+        torch.testing.assert_close(batch["conditioning_images"][:, 0], batch["images"][:, 0], atol=0.02, rtol=0)
+
+
+def test_cached_latents_keep_their_masks(root, masked):
+    plain, cached = masked_data(root, masked, flip_aug=True), masked_data(root, masked, flip_aug=True)
+    cache_latents(cached, lambda x: (x[:, :, ::8, ::8],) * 2, batch_size=2, shown=False)
+    for key in keys_of(plain):
+        assert torch.equal(cached[key]["conditioning_images"], plain[key]["conditioning_images"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "3.png").unlink(), "1 images without a mask of the same name: 3.png"),
+        (lambda folder: Image.new("L", (9, 9)).save(folder / "more.png"), "1 masks without an image: more.png"),
+        (
+            lambda folder: Image.new("L", (64, 9)).save(folder / "3.png"),
+            "a mask of 64x9 does not fit the image of 80x60",
+        ),
+        (lambda folder: (folder / "3.png").write_bytes(b"x"), "broken image: .*3.png"),
+    ],
+)
+def test_masks_that_do_not_fit_are_told(root, masked, change, message):
+    change(masked)
+    with pytest.raises(OptionError, match=message):
+        masked_data(root, masked)
 
 
 @pytest.mark.parametrize(

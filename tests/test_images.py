@@ -200,6 +200,13 @@ def test_the_filter_without_a_name_depends_on_growth(size, chosen):
     assert (images.resize(image, size, None) == images.resize(image, size, chosen)).all()
 
 
+@pytest.mark.parametrize("name", images.RESIZERS)
+@pytest.mark.parametrize("size", [(20, 12), (77, 64)])
+def test_a_fourth_channel_does_not_touch_the_colours(name, size):
+    image = np.random.default_rng(3).integers(0, 256, (30, 50, 4), dtype=np.uint8)
+    assert (images.resize(image, size, name)[..., :3] == images.resize(image[..., :3].copy(), size, name)).all()
+
+
 def test_nearest_takes_pixels_as_they_are():
     image = np.arange(12, dtype=np.uint8).reshape(3, 4, 1)
     assert images.resize(image, (2, 3), "nearest")[:, :, 0].tolist() == [[1, 3], [5, 7], [9, 11]]
