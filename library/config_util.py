@@ -13,7 +13,7 @@ import logging
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from pathlib import Path
@@ -376,8 +376,11 @@ def build_specs(config: Mapping[str, Any], source: str, args: Namespace) -> list
     errors = ErrorCollector()
     errors.messages += _check_keys(top, ("general", "datasets"), {})
     errors.messages += _check_keys(general, _keys_at("G", None), _places(Kind.DREAMBOOTH))
+    levels = top.table("datasets")
+    if not getattr(args, "dataset_config", None):  # a person knows the option, not the table made from it
+        levels = [replace(level, place=source) for level in levels]
     specs = []
-    for level in top.table("datasets"):
+    for level in levels:
         with errors.check():
             specs.append(_build_dataset(level, general, args))
     errors.raise_if_any()

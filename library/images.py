@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from library.buckets import Size
@@ -33,6 +33,15 @@ MAX_PIXELS = 1 << 27  # 134 million: above every camera, below what fills a memo
 BACKGROUND = (255, 255, 255)  # transparent areas show it, as viewers do, not the colours hidden below
 EXIF_ORIENTATION = 0x0112
 SIDEWAYS_ORIENTATIONS = range(5, 9)
+UPRIGHT = {  # what makes each stored orientation upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 HUE_TURN = 8 / 180
 GAMMA_SPREAD = 0.05
 COLOR_AUG_RATE = 0.33
@@ -70,6 +79,15 @@ def _readable(path: Path, use: Callable[[Image.Image], Any]) -> Any:
         raise OptionError(f"{path}: {_reason(error)}. Replace or remove the file") from error
 
 
+def _orientation(image: Image.Image) -> int:
+    # the method of PNG files would decode all pixels in search of metadata behind them, which viewers ignore
+    try:
+        return Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
+    except Exception:  # the same as above: metadata that cannot be read does not make the pixels bad
+        log.debug("%s: metadata cannot be read, taken as upright", getattr(image, "filename", ""), exc_info=True)
+        return 1
+
+
 def read_size(path: Path) -> Size:
     """Give the size an image has upright, from its header.
 
@@ -78,7 +96,7 @@ def read_size(path: Path) -> Size:
     """
 
     def upright(image: Image.Image) -> Size:
-        sideways = image.getexif().get(EXIF_ORIENTATION) in SIDEWAYS_ORIENTATIONS
+        sideways = _orientation(image) in SIDEWAYS_ORIENTATIONS
         return (image.height, image.width) if sideways else (image.width, image.height)
 
     return _readable(path, upright)
@@ -140,8 +158,10 @@ def load_image(path: Path, alpha: bool = False) -> np.ndarray:
 
 
 def _to_array(image: Image.Image, alpha: bool) -> np.ndarray:
+    orientation = _orientation(image)  # asked before the pixels are read, as for the size
     image.load()
-    image = ImageOps.exif_transpose(image)
+    if orientation in UPRIGHT:
+        image = image.transpose(UPRIGHT[orientation])
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image, dtype=np.int64).clip(0, 65535) / 257 + 0.5).astype(np.uint8))
     if image.mode == "F":
@@ -203,7 +223,8 @@ def _resize_with_pillow(filter_name: str) -> Callable[[np.ndarray, Size], np.nda
     def resize_with(image: np.ndarray, size: Size) -> np.ndarray:
         # Pillow weights colours by a fourth channel, which here may be a mask that says nothing about them
         planes = [image[..., :3], image[..., 3]] if image.shape[2] == 4 else [image]
-        return np.dstack([Image.fromarray(plane).resize(size, Image.Resampling[filter_name]) for plane in planes])
+        resized = [Image.fromarray(plane).resize(size, Image.Resampling[filter_name]) for plane in planes]
+        return np.dstack([np.asarray(plane) for plane in resized])
 
     return resize_with
 

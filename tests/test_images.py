@@ -251,3 +251,25 @@ def test_a_face_crop_has_its_size_and_stays_near_the_face(wander):
         assert cut.shape == (64, 64, 3)
         if not wander:
             assert cut[24:40, 24:40].mean() > 40
+
+
+@pytest.mark.parametrize("format_name", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_size_from_the_header_is_that_of_the_pixels(tmp_path, tile, format_name, orientation):
+    exif = Image.Exif()
+    exif[images.EXIF_ORIENTATION] = orientation
+    path = saved(tmp_path / "a.jpg", tile, format=format_name, exif=exif)
+    assert images.load_image(path).shape[1::-1] == images.read_size(path)
+
+
+def test_reading_a_size_decodes_no_pixels(tmp_path, tile):
+    path = saved(tmp_path / "a.png", tile.resize((600, 600)))
+    path.write_bytes(path.read_bytes()[:2000])
+    assert images.read_size(path) == (600, 600)
+
+
+def test_metadata_that_cannot_be_read_leaves_the_picture_good(tmp_path, tile):
+    path = saved(tmp_path / "a.jpg", tile, exif=b"Exif\0\0garbage that is no list of tags")
+    assert images.read_size(path) == SIZE
+    images.check_images([path])
+    assert images.load_image(path).shape == (*SIZE[::-1], 3)
