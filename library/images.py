@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import random
+import struct
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -83,7 +84,7 @@ def _orientation(image: Image.Image) -> int:
     # the method of PNG files would decode all pixels in search of metadata behind them, which viewers ignore
     try:
         return Image.Image.getexif(image).get(EXIF_ORIENTATION, 1)
-    except Exception:  # the same as above: metadata that cannot be read does not make the pixels bad
+    except (SyntaxError, ValueError, OSError, struct.error):  # from older Pillow; the pixels may be good all the same
         log.debug("%s: metadata cannot be read, taken as upright", getattr(image, "filename", ""), exc_info=True)
         return 1
 

@@ -1,0 +1,491 @@
+"""The command line: parsers built from the table of options, config files, and checks before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from library import grad_filter
+from library.args_table import DEPENDENT, REFUSED, ROWS, Row, int_or_share
+from library.config_util import add_config_arguments
+from library.errors import ErrorCollector, OptionError, did_you_mean
+from library.files import write_text
+from library.naming import check_output_name
+
+log = logging.getLogger(__name__)
+
+BY_NAME = {row.name: row for row in ROWS}
+FORMATS = {
+    "network": ("safetensors", ("ckpt", "pt", "safetensors")),
+    "checkpoint": (None, ("ckpt", "safetensors", "diffusers", "diffusers_safetensors")),
+}
+# sent by front-ends, meaningless here; named once in the log
+OBSOLETE = frozenset(
+    [
+        "epoch",
+        "noise_offset_type",
+        "no_token_padding",
+        "learning_rate_te",
+        "stop_text_encoder_training",
+        "train_inpainting",
+        "easy_name",
+        "save_toml",
+        "save_toml_location",
+        "tag_occurrence",
+        "tag_file_location",
+        "lr_warmup_ratio",
+        "lr_restart_cycles",
+        "keep_only_last_n_epochs",
+        "conv_dim",
+        "conv_alpha",
+        "betas",
+        "weight_decay",
+        "model_type",
+        "flow_model",
+        "contrastive_flow_matching",
+        "sdxl",
+    ]
+)
+
+
+# --------------------------------------------------------------------------------------------------------- parsers
+
+
+def _add(parser: ArgumentParser, row: Row) -> None:
+    if row.kind is bool:
+        parser.add_argument(f"--{row.name}", action="store_true", help=row.help)
+    else:
+        parser.add_argument(
+            f"--{row.name}", type=row.kind, default=row.default, choices=row.choices, nargs=row.nargs, help=row.help
+        )
+
+
+def _add_groups(parser: ArgumentParser, *groups: str) -> None:
+    for row in ROWS:
+        if row.group in groups:
+            _add(parser, row)
+
+
+def add_sd_models_arguments(parser: ArgumentParser) -> None:
+    _add_groups(parser, "models")
+
+
+def add_dataset_arguments(
+    parser: ArgumentParser, support_dreambooth: bool, support_caption: bool, support_caption_dropout: bool
+) -> None:
+    """Add the data set options; the three flags leave out what a script has no use for."""
+    left_out = set()
+    if not support_dreambooth:
+        left_out |= {"reg_data_dir"}
+    if not support_caption:
+        left_out |= {"in_json", "dataset_repeats"}
+    if not support_caption_dropout:
+        left_out |= {"caption_dropout_rate", "caption_dropout_every_n_epochs", "caption_tag_dropout_rate"}
+    for row in ROWS:
+        if row.group == "dataset" and row.name not in left_out:
+            _add(parser, row)
+
+
+def add_training_arguments(parser: ArgumentParser, support_dreambooth: bool) -> None:
+    """Add the options of a run; ``prior_loss_weight`` belongs to scripts with regularisation images."""
+    _add_groups(parser, "training")
+    if support_dreambooth:
+        _add(parser, BY_NAME["prior_loss_weight"])
+
+
+def add_masked_loss_arguments(parser: ArgumentParser) -> None:
+    _add_groups(parser, "masked_loss")
+
+
+def add_sd_saving_arguments(parser: ArgumentParser) -> None:
+    default, choices = FORMATS["checkpoint"]
+    parser.add_argument(
+        "--save_model_as", default=default, choices=(None, *choices), help=BY_NAME["save_model_as"].help
+    )
+    _add(parser, BY_NAME["use_safetensors"])
+
+
+@grad_filter.with_grad_filter_arguments
+def add_optimizer_arguments(parser: ArgumentParser) -> None:
+    """Add the options of optimizer, schedule and gradient filter."""
+    _add_groups(parser, "optimizer")
+
+
+def add_custom_train_arguments(parser: ArgumentParser, support_weighted_captions: bool = True) -> None:
+    for row in ROWS:
+        if row.group == "custom_train" and (support_weighted_captions or row.name != "weighted_captions"):
+            _add(parser, row)
+
+
+def add_deepspeed_arguments(parser: ArgumentParser) -> None:
+    _add_groups(parser, "deepspeed")
+
+
+def add_model_spec_arguments(parser: ArgumentParser) -> None:
+    _add_groups(parser, "model_spec")
+
+
+def add_logging_arguments(parser: ArgumentParser) -> None:
+    _add_groups(parser, "logging")
+
+
+def add_network_arguments(parser: ArgumentParser) -> None:
+    """Add the options that only the LoRA scripts have."""
+    for row in ROWS:
+        if row.group == "network" and row.name != "prior_loss_weight":
+            _add(parser, row)
+    default, choices = FORMATS["network"]
+    parser.add_argument(
+        "--save_model_as", default=default, choices=(None, *choices), help=BY_NAME["save_model_as"].help
+    )
+
+
+def network_parser() -> ArgumentParser:
+    """Build the parser of train_network.py."""
+    parser = ArgumentParser(description="Train a LoRA for Stable Diffusion 1.x or 2.x.", allow_abbrev=True)
+    add_logging_arguments(parser)
+    add_sd_models_arguments(parser)
+    add_deepspeed_arguments(parser)
+    add_dataset_arguments(parser, True, True, True)
+    add_training_arguments(parser, True)
+    add_masked_loss_arguments(parser)
+    add_optimizer_arguments(parser)
+    add_config_arguments(parser)
+    add_custom_train_arguments(parser)
+    add_model_spec_arguments(parser)
+    add_network_arguments(parser)
+    return parser
+
+
+# ----------------------------------------------------------------------------------------------------- config file
+
+
+def read_config_from_file(args: Namespace, parser: ArgumentParser) -> Namespace:
+    """Read ``--config_file`` beneath the command line: command line over file over default.
+
+    Tables are flattened by one level. Values are converted to the type of their option where that loses nothing.
+
+    Returns:
+        A new namespace; ``config_keys`` on it names the options whose value comes from the file.
+
+    Raises:
+        OptionError: the file is missing or no TOML, or a value cannot be used; all of them in one error.
+        SystemExit: status 0 after ``--output_config`` wrote the file.
+    """
+    if not args.config_file:
+        return args
+    path = Path(args.config_file)
+    if path.suffix != ".toml":
+        path = path.with_name(path.name + ".toml")
+    if args.output_config:
+        _write_config(path, args, parser)
+        raise SystemExit(0)
+    values = _flattened(_read_toml(path))
+    values = _usable(values, path, parser)
+    merged = parser.parse_args(namespace=Namespace(**values))
+    merged.config_file = str(path)
+    typed = _typed_names(parser)
+    merged.config_keys = frozenset(name for name in values if name not in typed)
+    return merged
+
+
+def _typed_names(parser: ArgumentParser) -> set[str]:
+    """Give the options that stand on the command line, by parsing it over marks instead of defaults."""
+    mark = object()
+    marked = Namespace(**{action.dest: mark for action in parser._actions if action.dest != "help"})
+    return {name for name, value in vars(parser.parse_args(namespace=marked)).items() if value is not mark}
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    import toml
+
+    if not path.is_file():
+        raise OptionError(f"--config_file {path}: there is no such file. Give the path of a TOML file")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"--config_file {path}: it is not UTF-8 (byte {error.start}). Save it as UTF-8") from error
+    try:
+        return toml.loads(text.replace("\r\n", "\n"))
+    except (toml.TomlDecodeError, IndexError, ValueError, TypeError) as error:
+        line = getattr(error, "lineno", None)
+        place = f" line {line}" if line else ""
+        backslash = "\\" in (text.splitlines()[line - 1] if line and line <= len(text.splitlines()) else text)
+        hint = "Write paths in single quotes or with /" if backslash else "Check quotes and brackets there"
+        raise OptionError(f"--config_file {path}:{place} {str(error).splitlines()[0]}. {hint}") from error
+
+
+def _flattened(content: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            flat.update(value)
+        else:
+            flat[key] = value
+    return flat
+
+
+def _usable(values: Mapping[str, Any], path: Path, parser: ArgumentParser) -> dict[str, Any]:
+    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
+    errors, usable = ErrorCollector(), {}
+    unknown: list[str] = []
+    for key, value in values.items():
+        if key in actions:
+            with errors.check():
+                converted = convert(actions[key], value, f"--config_file {path}: {key}")
+                if converted is not UNSET:
+                    usable[key] = converted
+        elif key in OBSOLETE:
+            log.info("config file: %s is an old key of a front-end, it has no meaning here", key)
+        elif ("grad" in key and "filter" in key) or did_you_mean(key, ("grad_filter", "grad_filter_args")):
+            errors.messages.append(
+                f"--config_file {path}: no option is called {key!r}.{did_you_mean(key, [k for k in actions if 'grad_f' in k])}"
+            )
+        elif key not in BY_NAME:  # an option of another script is simply not used here
+            unknown.append(
+                key + did_you_mean(key, actions).replace(" Did you mean ", " (did you mean ").replace("?", "?)")
+            )
+    errors.raise_if_any()
+    if unknown:
+        log.warning("config file: unknown keys are not used: %s", ", ".join(unknown))
+    return usable
+
+
+UNSET = object()
+OUT_OF_CHOICE_DEFAULTS = {"max_token_length": (75, 255), "dynamo_backend": ("no",)}
+
+
+def convert(action: argparse.Action, value: Any, where: str) -> Any:
+    """Convert a value of a config file to what the command line would have given.
+
+    Returns:
+        The value, or ``UNSET`` when it means that the option is not given.
+
+    Raises:
+        OptionError: it cannot be converted without loss.
+    """
+    if value is None or value in ("", []) or str(value) in map(str, OUT_OF_CHOICE_DEFAULTS.get(action.dest, ())):
+        return UNSET
+    if isinstance(action, argparse._StoreTrueAction):
+        if str(value).lower() in ("true", "1", "false", "0"):
+            return str(value).lower() in ("true", "1")
+        raise OptionError(f"{where}={value!r} must be true or false")
+    if action.nargs == "*":
+        items = value if isinstance(value, list) else value.split() if isinstance(value, str) else [value]
+        return [_converted(action, item, where) for item in items]
+    if value is False:
+        return UNSET
+    if isinstance(value, list):
+        value = ",".join(str(item) for item in value)
+    return _converted(action, value, where)
+
+
+def _converted(action: argparse.Action, value: Any, where: str) -> Any:
+    kind = action.type or str
+    try:
+        if kind is int:
+            number = int(str(value)) if not isinstance(value, float) else int(value)
+            if isinstance(value, bool) or (isinstance(value, float) and number != value):
+                raise ValueError
+            result: Any = number
+        elif kind is int_or_share:
+            result = value if isinstance(value, (int, float)) else int_or_share(value)
+        else:
+            result = kind(value)
+    except (TypeError, ValueError) as error:
+        name = {int: "a whole number", float: "a number"}.get(kind, "a number of steps or a share")
+        raise OptionError(f"{where}={value!r} must be {name}") from error
+    if action.choices is not None and result not in action.choices:
+        known = ", ".join(str(choice) for choice in action.choices if choice is not None)
+        raise OptionError(f"{where}={value!r} is none of {known}.{did_you_mean(str(value), map(str, action.choices))}")
+    return result
+
+
+def _write_config(path: Path, args: Namespace, parser: ArgumentParser) -> None:
+    import toml
+
+    if path.exists():
+        raise OptionError(f"--output_config: {path} exists already. Give another --config_file")
+    skipped = ("config_file", "output_config", "wandb_api_key", "huggingface_token")
+    given = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(args).items()
+        if name not in skipped and value is not None and value != parser.get_default(name)
+    }
+    write_text(path, toml.dumps(given))
+    log.info("config saved: %s", path)
+
+
+# ---------------------------------------------------------------------------------------------------------- checks
+
+
+def refused_options(args: Namespace) -> list[str]:
+    """Give one line for every refused option that asks for something."""
+    lines = []
+    for name, reason in REFUSED.items():
+        value = getattr(args, name, None)
+        if value and value != BY_NAME[name].default:
+            lines.append(f"--{name}: {reason}")
+    return lines
+
+
+def check_options(args: Namespace) -> None:
+    """Check everything that needs no file's content, before anything is loaded.
+
+    Raises:
+        OptionError: one line for each mistake.
+    """
+    errors = ErrorCollector()
+    errors.messages += refused_options(args)
+    for check in (_check_paths, _check_lengths, _check_numbers, _check_combinations):
+        with errors.check():
+            check(args)
+    errors.raise_if_any()
+    _say_what_wins(args)
+
+
+def _check_paths(args: Namespace) -> None:
+    errors = ErrorCollector()
+    need = {
+        "pretrained_model_name_or_path": "Give a base model, for example --pretrained_model_name_or_path model.safetensors",
+        "output_dir": "Give a folder for the results, for example --output_dir output",
+        "network_module": "Give a network, for example --network_module networks.lora",
+    }
+    for name, way_out in need.items():
+        if hasattr(args, name) and not getattr(args, name):
+            errors.messages.append(f"--{name} is missing. {way_out}")
+    if args.output_dir:
+        with errors.check():
+            _check_writable(Path(args.output_dir))
+    with errors.check():
+        check_output_name(args.output_name)
+    for name in ("network_weights", "vae"):
+        value = getattr(args, name, None)
+        if value and not Path(value).exists():
+            errors.messages.append(f"--{name} {value}: there is no such file or folder. Check the path")
+    if args.network_weights and args.output_dir and args.output_name:
+        target = Path(args.output_dir) / f"{args.output_name}.{args.save_model_as}"
+        if target.resolve() == Path(args.network_weights).resolve():
+            errors.messages.append(
+                f"--output_name: the result would replace --network_weights {target}. Use another name"
+            )
+    errors.raise_if_any()
+
+
+def _check_writable(folder: Path) -> None:
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise OptionError(f"--output_dir {folder}: {existing} is a file. Give a folder")
+    if not os.access(existing, os.W_OK):
+        raise OptionError(f"--output_dir {folder}: {existing} is not writable. Give another folder")
+
+
+POSITIVE = ("max_train_steps", "max_train_epochs", "gradient_accumulation_steps", "train_batch_size", "vae_batch_size")
+
+
+def _check_lengths(args: Namespace) -> None:
+    errors = ErrorCollector()
+    for name in POSITIVE:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            errors.messages.append(f"--{name} {value}: it must be at least 1. Example: --{name} 1")
+    if args.max_data_loader_n_workers < 0:
+        errors.messages.append("--max_data_loader_n_workers must be at least 0. Example: --max_data_loader_n_workers 0")
+    errors.raise_if_any()
+
+
+NOT_NEGATIVE = ("learning_rate", "unet_lr", "max_grad_norm", "scale_weight_norms", "noise_offset", "min_snr_gamma")
+
+
+def _check_numbers(args: Namespace) -> None:
+    errors = ErrorCollector()
+    for name in NOT_NEGATIVE:
+        value = getattr(args, name, None)
+        if value is not None and not value >= 0:
+            errors.messages.append(
+                f"--{name} {value}: it must be a number of at least 0. Leave it out to switch it off"
+            )
+    for value in args.text_encoder_lr or ():
+        if not value >= 0:
+            errors.messages.append(f"--text_encoder_lr {value}: it must be a number of at least 0")
+    if args.network_dropout is not None and not 0 <= args.network_dropout < 1:
+        errors.messages.append(f"--network_dropout {args.network_dropout}: it must be in [0, 1). Example: 0.1")
+    if args.clip_skip is not None and args.clip_skip < 1:
+        errors.messages.append(f"--clip_skip {args.clip_skip}: layers are counted from 1. Example: --clip_skip 2")
+    for name in ("min_timestep", "max_timestep"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value <= 1000:
+            errors.messages.append(f"--{name} {value}: timesteps lie in 0 to 1000")
+    errors.raise_if_any()
+
+
+def _check_combinations(args: Namespace) -> None:
+    errors = ErrorCollector()
+    if args.adaptive_noise_scale is not None and not args.noise_offset:
+        errors.messages.append("--adaptive_noise_scale needs --noise_offset. Example: --noise_offset 0.05")
+    if args.scale_v_pred_loss_like_noise_pred and not args.v_parameterization:
+        errors.messages.append(
+            "--scale_v_pred_loss_like_noise_pred needs --v_parameterization. Leave one out or add it"
+        )
+    if args.v_pred_like_loss and args.v_parameterization:
+        errors.messages.append("--v_pred_like_loss does not go with --v_parameterization. Leave one of them out")
+    if args.full_fp16 and args.full_bf16:
+        errors.messages.append("--full_fp16 and --full_bf16 together: give one of them")
+    if args.dim_from_weights and not args.network_weights:
+        errors.messages.append("--dim_from_weights needs --network_weights. Give the file whose ranks are meant")
+    if args.persistent_data_loader_workers and args.max_data_loader_n_workers == 0:
+        log.info("--persistent_data_loader_workers has no effect with 0 workers")
+    if args.log_with in ("wandb", "all"):
+        errors.messages.append("--log_with wandb is not supported yet. Use --log_with tensorboard")
+    if args.log_with and not args.logging_dir:
+        errors.messages.append("--log_with needs --logging_dir. Example: --logging_dir logs")
+    errors.raise_if_any()
+
+
+def _say_what_wins(args: Namespace) -> None:
+    if args.max_train_epochs is not None and args.max_train_steps != BY_NAME["max_train_steps"].default:
+        log.info("--max_train_epochs %d wins over --max_train_steps %d", args.max_train_epochs, args.max_train_steps)
+    if args.v2 and args.clip_skip:
+        log.warning("--v2 with --clip_skip: models of Stable Diffusion 2.x are made for their last layer")
+    if args.zero_terminal_snr and not args.v_parameterization:
+        log.warning(
+            "--zero_terminal_snr is meant for --v_parameterization: noise prediction learns nothing at the last step"
+        )
+
+
+def arguments_table() -> str:
+    """Give docs/arguments.md's table: every option, its type and default, and whether it works."""
+    lines = ["| option | type | default | works | meaning |", "|---|---|---|---|---|"]
+    for row in ROWS:
+        kind = "switch" if row.kind is bool else row.kind.__name__ + (" *" if row.nargs else "")
+        default = "" if row.default is None else json.dumps(row.default)
+        works = "yes"
+        if row.name in REFUSED:
+            works = f"refused: {REFUSED[row.name]}"
+        elif row.name in DEPENDENT:
+            works = f"only beside {DEPENDENT[row.name]}"
+        elif row.group in ("full_training", "sdxl", "saving_format") and row.name != "save_model_as":
+            works = "not an option of this script"
+        help_text = row.help.replace("|", "\\|")
+        lines.append(f"| `--{row.name}` | {kind} | {default} | {works} | {help_text} |")
+    return "\n".join(lines) + "\n"
+
+
+def parse(parser: ArgumentParser, words: Sequence[str] | None) -> Namespace:
+    """Parse a command line (None: the process's own) with its config file."""
+    if words is not None:
+        previous, sys.argv = sys.argv, [sys.argv[0], *words]
+        try:
+            return read_config_from_file(parser.parse_args(), parser)
+        finally:
+            sys.argv = previous
+    return read_config_from_file(parser.parse_args(), parser)
