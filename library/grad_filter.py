@@ -954,7 +954,7 @@ class FilterHandle:
             return None  # a subclass that calls its parent's step
         self._running.append(frame)
         self._left_out = None
-        closure = args[0] if args else kwargs.get("closure")
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
             self._filter_all()
             return None
@@ -970,7 +970,9 @@ class FilterHandle:
             return loss
 
         return (
-            ((closure_then_filter, *args[1:]), kwargs) if args else (args, {**kwargs, "closure": closure_then_filter})
+            ((args[0], closure_then_filter, *args[2:]), kwargs)
+            if len(args) > 1
+            else (args, {**kwargs, "closure": closure_then_filter})
         )
 
     def _is_inside(self, frame: types.FrameType | None) -> bool:
