@@ -60,10 +60,15 @@ OBSOLETE = frozenset(
 
 def _add(parser: ArgumentParser, row: Row) -> None:
     if row.kind is bool:
-        parser.add_argument(f"--{row.name}", action="store_true", help=row.help)
+        parser.add_argument(f"--{row.name}", action="store_true", help=row.help.replace("%", "%%"))
     else:
         parser.add_argument(
-            f"--{row.name}", type=row.kind, default=row.default, choices=row.choices, nargs=row.nargs, help=row.help
+            f"--{row.name}",
+            type=row.kind,
+            default=row.default,
+            choices=row.choices,
+            nargs=row.nargs,
+            help=row.help.replace("%", "%%"),
         )
 
 
@@ -245,9 +250,8 @@ def _usable(values: Mapping[str, Any], path: Path, parser: ArgumentParser) -> di
         elif key in OBSOLETE:
             log.info("config file: %s is an old key of a front-end, it has no meaning here", key)
         elif ("grad" in key and "filter" in key) or did_you_mean(key, ("grad_filter", "grad_filter_args")):
-            errors.messages.append(
-                f"--config_file {path}: no option is called {key!r}.{did_you_mean(key, [k for k in actions if 'grad_f' in k])}"
-            )
+            near = did_you_mean(key, [name for name in actions if name.startswith("grad_filter")])
+            errors.messages.append(f"--config_file {path}: no option is called {key!r}.{near}")
         elif key not in BY_NAME:  # an option of another script is simply not used here
             unknown.append(
                 key + did_you_mean(key, actions).replace(" Did you mean ", " (did you mean ").replace("?", "?)")
@@ -354,7 +358,7 @@ def check_options(args: Namespace) -> None:
 def _check_paths(args: Namespace) -> None:
     errors = ErrorCollector()
     need = {
-        "pretrained_model_name_or_path": "Give a base model, for example --pretrained_model_name_or_path model.safetensors",
+        "pretrained_model_name_or_path": "Give a base model: a .safetensors file or a Diffusers folder",
         "output_dir": "Give a folder for the results, for example --output_dir output",
         "network_module": "Give a network, for example --network_module networks.lora",
     }

@@ -91,9 +91,9 @@ def find_optimizer(optimizer_type: str) -> OptimizerSpec:
         getattr(torch.optim, name), torch.optim.Optimizer
     ):
         return OptimizerSpec(name, f"torch.optim.{name}")
-    of_torch = [key for key, value in vars(torch.optim).items() if isinstance(value, type)]
+    known = [*(spec.name for spec in OPTIMIZERS), *(k for k, v in vars(torch.optim).items() if isinstance(v, type))]
     raise OptionError(
-        f"--optimizer_type: no optimizer is called {name!r}.{did_you_mean(name, [*(s.name for s in OPTIMIZERS), *of_torch])} "
+        f"--optimizer_type: no optimizer is called {name!r}.{did_you_mean(name, known)} "
         f"Use a name of docs/arguments.md, a torch.optim class, or a full path such as bitsandbytes.optim.AdEMAMix8bit"
     )
 
@@ -145,7 +145,8 @@ def build_optimizer(
             if key not in accepted:
                 known = [name for name in accepted if name not in ("self", *OWN_SETTINGS)]
                 raise OptionError(
-                    f"--optimizer_args: {spec.name} takes no {key!r}.{did_you_mean(key, known)} It takes: {', '.join(known)}"
+                    f"--optimizer_args: {spec.name} takes no {key!r}.{did_you_mean(key, known)} "
+                    f"It takes: {', '.join(known)}"
                 )
     try:
         return cls(params, lr=learning_rate, **given), given

@@ -97,12 +97,13 @@ def check_schedule(options: ScheduleOptions, scheduler_type: str = "") -> None:
         raise OptionError("--lr_scheduler cosine_with_min_lr needs --lr_scheduler_min_lr_ratio. Example: 0.1")
     if name == "piecewise_constant" and "step_rules" not in (options.arguments or {}):
         raise OptionError(
-            "--lr_scheduler piecewise_constant needs rules. Example: --lr_scheduler_args \"step_rules='1:5,0.1:10,0.01'\""
+            "--lr_scheduler piecewise_constant needs rules. "
+            "Example: --lr_scheduler_args \"step_rules='1:5,0.1:10,0.01'\""
         )
     if options.warmup_steps < 0 or options.warmup_steps > options.total_steps:
         raise OptionError(
-            f"--lr_warmup_steps {options.warmup}: {options.warmup_steps} steps of warm-up in a run of {options.total_steps}. "
-            f"Use a smaller number, or a share below 1 such as 0.05"
+            f"--lr_warmup_steps {options.warmup}: {options.warmup_steps} steps of warm-up in a run of "
+            f"{options.total_steps}. Use a smaller number, or a share below 1 such as 0.05"
         )
 
 

@@ -43,7 +43,8 @@ class StateRecord:
         seed: seed of data order and augmentation. batches, processes, accumulation: sizes the position was counted in.
         optimizer: class path. parameters: names of the trained tensors in the optimizer's order.
         rates: learning rate asked for each parameter group. losses: last loss of each position in the epoch.
-        epoch_ended: the saves due at the end of that epoch were done. version: 0 for a folder that another trainer wrote with accelerate. files: name -> size and hash.
+        epoch_ended: the saves due at the end of that epoch were done.
+        version: 0 for a folder that another trainer wrote with accelerate. files: name -> size and hash.
     """
 
     current_epoch: int

@@ -2,22 +2,638 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import inspect
 import logging
 import random
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from library import grad_filter, settings
-from library.accelerator import DTYPES, LogSettings, ScalarLog, build_accelerator
-from library.errors import OptionError, RunStopped
+from library import grad_filter, metadata, settings, state
+from library.accelerator import DTYPES, LogSettings, ScalarLog, build_accelerator, check_precision
+from library.args import check_options
+from library.batch_loss import BatchLoss, TextSettings
+from library.checkpoint import LoadedModel, find_model
+from library.config_util import load_dataset_specs
+from library.dataset import TrainingData, dataset_metadata
+from library.errors import ErrorCollector, OptionError, RunStopped
+from library.key_values import parse_strings
+from library.latent_cache import cache_latents
+from library.loop import LoopSettings, TrainedParts, TrainingLoop
+from library.losses import first_non_finite
+from library.model_families import SD, ModelFamily, set_attention
+from library.naming import OutputNames
+from library.noise import noise_schedule
+from library.optimizers import chosen_type, evaluation_weights, find_optimizer, get_optimizer, load_class
+from library.output import RunOutput
 from library.run_plan import RunPlan, Update, initial_step
+from library.sampling import SamplePrompt, generate_samples, load_prompts
+from library.schedulers import check_schedule, get_scheduler_fix, read_schedule
 
 log = logging.getLogger(__name__)
+
+SAVE_DTYPES = {None: None, "float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Checked:
+    """What the first look at options and files gave, before anything heavy is loaded."""
+
+    model_path: Path
+    data: TrainingData
+    prompts: list[SamplePrompt]
+    record: state.StateRecord | None
+    seed: int
+
+
+class NetworkTrainer:
+    """Trains a network module on a frozen base model.
+
+    Attributes:
+        family: the kind of base model; a subclass names another one.
+    """
+
+    family: ModelFamily = SD
+
+    def train(self, args: Namespace) -> None:
+        """Run everything that the options ask for.
+
+        Raises:
+            OptionError: a mistake in options or files. RunStopped: the run had to end early.
+        """
+        started_at = time.time()
+        checked = self._check(args)
+        precision = settings.read_precision(args)
+        logs = _log_settings(args)
+        accelerator = build_accelerator(
+            precision.mixed,
+            logs,
+            ddp_timeout_min=args.ddp_timeout,
+            ddp_gradient_as_bucket_view=args.ddp_gradient_as_bucket_view,
+            ddp_static_graph=args.ddp_static_graph,
+        )
+        _seed_everything(checked.seed)
+        length = settings.read_length(args)
+        plan = RunPlan.from_limits(
+            len(checked.data), accelerator.num_processes, length.accumulation, length.max_steps, length.max_epochs
+        )
+        checked.data.max_train_steps = plan.max_steps
+        resumed = checked.record.current_step if checked.record else None
+        done, source = initial_step(plan, resumed, length.initial_step, length.initial_epoch)
+
+        model = self._load_model(args, checked, precision, accelerator)
+        checked.data.tokenize = functools.partial(
+            self.family.tokenize, model.tokenizers, max_token_length=args.max_token_length
+        )
+        network, network_args = self._create_network(args, model, precision)
+        parts, optimizer_name, optimizer_args = self._create_optimizer(args, network, model, accelerator, plan)
+        if args.cache_latents or args.cache_latents_to_disk:
+            self._cache_latents(args, checked.data, model, accelerator)
+        if checked.record is not None:
+            self._resume(Path(args.resume), checked.record, parts, accelerator, plan, optimizer_name)
+        log.info(
+            "training starts after step %d of %d (%s), epoch %d", done, plan.max_steps, source, plan.epoch_after(done)
+        )
+
+        facts = metadata.RunFacts(
+            session_id=random.SystemRandom().randint(0, 2**32),
+            started_at=started_at,
+            version=self.family.version(args.v2, args.v_parameterization),
+            architecture=self.family.architecture(args.v2, args.v_parameterization),
+            optimizer=optimizer_name,
+            optimizer_args=optimizer_args,
+            max_steps=plan.max_steps,
+            epochs=plan.epochs,
+            batches_per_epoch=plan.batches,
+            seed=checked.seed,
+            network_args=network_args,
+            dataset=dataset_metadata(checked.data, None, bool(args.dataset_config), plan.processes * plan.accumulation),
+            grad_filter=handle.metadata() if (handle := grad_filter.handle_of(parts.raw_optimizer)) else {},
+        )
+        self._run(args, accelerator, plan, checked, model, parts, precision, logs, facts, done)
+
+    # ------------------------------------------------------------------------------------------- before loading
+
+    def _check(self, args: Namespace) -> Checked:
+        """Look at everything that can be wrong and is cheap to look at; report all mistakes together."""
+        check_options(args)
+        errors = ErrorCollector()
+        precision = settings.read_precision(args)
+        found: dict[str, Any] = {"prompts": [], "record": None}
+        with errors.check():
+            check_precision(precision.mixed, precision.full)
+        with errors.check():
+            settings.read_trained_parts(args)
+        with errors.check():
+            load_class(find_optimizer(chosen_type(args)))
+        with errors.check():
+            _check_filter(args)
+        with errors.check():
+            check_schedule(read_schedule(args, 1, args.max_train_steps), args.lr_scheduler_type)
+        with errors.check():
+            _check_network(args)
+        with errors.check():
+            found["model_path"] = find_model(args.pretrained_model_name_or_path)
+            self.family.check(found["model_path"], v2=args.v2)
+        if args.sample_prompts:
+            with errors.check():
+                found["prompts"] = load_prompts(args.sample_prompts)
+        if args.resume:
+            with errors.check():
+                found["record"] = state.read_record(Path(args.resume))
+        found["seed"] = _choose_seed(args.seed, found["record"])
+        with errors.check():
+            specs = load_dataset_specs(args)
+            found["data"] = TrainingData(specs, seed=found["seed"], bucket_divisor=self.family.bucket_divisor)
+            found["data"].check_images()
+            if args.cache_latents or args.cache_latents_to_disk:
+                found["data"].check_cacheable()
+        errors.raise_if_any()
+        return Checked(**found)
+
+    # ------------------------------------------------------------------------------------------------- the parts
+
+    def _load_model(
+        self, args: Namespace, checked: Checked, precision: settings.PrecisionSettings, accelerator: Any
+    ) -> LoadedModel:
+        dtype = DTYPES[precision.mixed]
+        model = self.family.load(
+            checked.model_path,
+            v2=args.v2,
+            dtype=dtype,
+            vae_path=Path(args.vae) if args.vae else None,
+            tokenizer_cache=Path(args.tokenizer_cache_dir) if args.tokenizer_cache_dir else None,
+        )
+        if precision.no_half_vae:
+            model.vae.float()
+        set_attention(model.unet, precision.attention)
+        for module in (model.unet, model.vae, *model.text_encoders):
+            module.to(accelerator.device)
+        if args.base_weights:
+            self._merge_base_weights(args, model, dtype, accelerator)
+        if precision.gradient_checkpointing:
+            model.unet.train()
+            model.unet.enable_gradient_checkpointing()
+            for encoder in model.text_encoders:
+                encoder.train()
+                encoder.gradient_checkpointing_enable()
+        return model
+
+    def _merge_base_weights(self, args: Namespace, model: LoadedModel, dtype: torch.dtype, accelerator: Any) -> None:
+        module = _network_module(args.network_module)
+        encoders = _encoders_argument(model)
+        multipliers = list(args.base_weights_multiplier or ())
+        for index, file in enumerate(args.base_weights):
+            multiplier = multipliers[index] if index < len(multipliers) else 1.0
+            network, tensors = module.create_network_from_weights(
+                multiplier, file, model.vae, encoders, model.unet, for_inference=True
+            )
+            network.merge_to(encoders, model.unet, tensors, dtype, accelerator.device)
+            log.info("merged %s into the base model with strength %g", file, multiplier)
+
+    def _create_network(
+        self, args: Namespace, model: LoadedModel, precision: settings.PrecisionSettings
+    ) -> tuple[Any, dict[str, str]]:
+        module = _network_module(args.network_module)
+        arguments = parse_strings(args.network_args, "--network_args")
+        extra = {"dropout": args.network_dropout, **arguments}
+        encoders = _encoders_argument(model)
+        if args.dim_from_weights:
+            network, _ = module.create_network_from_weights(
+                1.0, args.network_weights, model.vae, encoders, model.unet, **arguments
+            )
+        else:
+            network = module.create_network(
+                1.0,
+                args.network_dim,
+                args.network_alpha,
+                model.vae,
+                encoders,
+                model.unet,
+                neuron_dropout=args.network_dropout,
+                **extra,
+            )
+        if network is None:
+            raise OptionError(f"--network_module {args.network_module} made no network. Check --network_args")
+        if hasattr(network, "prepare_network"):
+            network.prepare_network(args)
+        if args.scale_weight_norms and not hasattr(network, "apply_max_norm_regularization"):
+            raise OptionError(f"--scale_weight_norms: {args.network_module} cannot do it. Leave it out")
+        trains_text_encoder, trains_unet = settings.read_trained_parts(args)
+        network.apply_to(encoders, model.unet, trains_text_encoder, trains_unet)
+        if args.network_weights:
+            network.load_weights(args.network_weights)
+        if precision.gradient_checkpointing:
+            network.enable_gradient_checkpointing()
+        if precision.full is not None:
+            network.to(DTYPES[precision.full])
+        return network, arguments
+
+    def _create_optimizer(
+        self, args: Namespace, network: Any, model: LoadedModel, accelerator: Any, plan: RunPlan
+    ) -> tuple[TrainedParts, str, str]:
+        network.prepare_grad_etc(model.text_encoders, model.unet)
+        groups, descriptions = _parameter_groups(network, settings.read_network_rates(args))
+        groups = [{**group, "params": list(group["params"])} for group in groups]
+        if not any(group["params"] for group in groups):
+            raise OptionError(
+                "nothing is trained: every learning rate is 0. Check --learning_rate, --unet_lr, --text_encoder_lr and "
+                "--network_train_unet_only"
+            )
+        names = _tagged_names(network, groups)
+        log.info("prepare optimizer, %d tensors", len(names))
+        name, text, raw_optimizer = get_optimizer(args, groups)
+        scheduler = get_scheduler_fix(args, raw_optimizer, accelerator.num_processes, plan.max_steps)
+        if args.save_state or args.save_state_on_train_end:
+            state.check_state_can_be_read_back(raw_optimizer)
+        network, optimizer = accelerator.prepare(network, raw_optimizer)
+        if hasattr(scheduler, "state_dict"):
+            scheduler = accelerator.prepare(scheduler)
+        network = accelerator.unwrap_model(network)
+        parts = TrainedParts(
+            network, model.text_encoders, model.unet, optimizer, raw_optimizer, scheduler, names, descriptions
+        )
+        for description, group in zip(descriptions, raw_optimizer.param_groups):
+            log.info("learning rate of %s: %s", description, group.get("lr"))
+        return parts, name, text
+
+    def _cache_latents(self, args: Namespace, data: TrainingData, model: LoadedModel, accelerator: Any) -> None:
+        vae = model.vae
+
+        def encode(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.no_grad():
+                posterior = vae.encode(images.to(accelerator.device, vae.dtype)).latent_dist
+            return posterior.mean.float(), posterior.std.float()
+
+        identity = metadata.model_hashes(Path(args.vae or args.pretrained_model_name_or_path))[1]
+        if not args.vae and model.source.is_dir():
+            weights = sorted((model.source / "vae").glob("*.safetensors"))
+            identity = metadata.model_hashes(weights[0])[1] if weights else str(model.source.name)
+        cache_latents(
+            data,
+            encode,
+            batch_size=args.vae_batch_size,
+            to_disk=args.cache_latents_to_disk,
+            vae=f"{identity} {vae.dtype}",
+            suffix=f"_{self.family.cache_suffix}.npz",
+            trust_files=args.skip_cache_check,
+            shown=accelerator.is_main_process,
+        )
+
+    # ---------------------------------------------------------------------------------------------------- resume
+
+    def _resume(
+        self,
+        folder: Path,
+        record: state.StateRecord,
+        parts: TrainedParts,
+        accelerator: Any,
+        plan: RunPlan,
+        optimizer_name: str,
+    ) -> None:
+        state.check_optimizer_matches(record, optimizer_name, parts.names)
+        sizes = (record.batches, record.processes, record.accumulation)
+        if record.version and sizes != (plan.batches, plan.processes, plan.accumulation):
+            log.warning(
+                "the state was made with %s batches an epoch, %s processes, accumulation %s; now %d, %d, %d: "
+                "the step number goes on, the place in the data is another one",
+                *sizes,
+                *(plan.batches, plan.processes, plan.accumulation),
+            )
+        asked = [group.get("lr") for group in parts.raw_optimizer.param_groups]
+        base = [group.get("initial_lr", group.get("lr")) for group in parts.raw_optimizer.param_groups]
+        state.load_state(
+            folder,
+            load_weights=lambda tensors: _load_exactly(parts.network, tensors, folder),
+            optimizer=parts.raw_optimizer,
+            scheduler=parts.scheduler if hasattr(parts.scheduler, "state_dict") else None,
+            scaler=accelerator.scaler,
+            rank=accelerator.process_index,
+        )
+        del asked
+        _put_rates_in_force(parts, base)
+        restored = ["weights", "optimizer", "random numbers"]
+        if grad_filter.handle_of(parts.raw_optimizer) is not None:
+            restored.append("gradient filter")
+        log.info(
+            "resumed from %s: step %d, epoch %d; restored %s",
+            folder,
+            record.current_step,
+            record.current_epoch,
+            ", ".join(restored),
+        )
+
+    # ------------------------------------------------------------------------------------------------------- run
+
+    def _run(
+        self,
+        args: Namespace,
+        accelerator: Any,
+        plan: RunPlan,
+        checked: Checked,
+        model: LoadedModel,
+        parts: TrainedParts,
+        precision: settings.PrecisionSettings,
+        logs: LogSettings,
+        facts: metadata.RunFacts,
+        done: int,
+    ) -> None:
+        noise_options = settings.read_noise(args)
+        trains_text_encoder = settings.read_trained_parts(args)[0]
+        loss_of_batch = BatchLoss(
+            self.family,
+            model,
+            noise_schedule(noise_options.zero_terminal_snr).to(accelerator.device),
+            noise_options,
+            settings.read_loss(args),
+            TextSettings(args.clip_skip, args.max_token_length, trains_text_encoder),
+            accelerator,
+            DTYPES[precision.mixed],
+        )
+        saving = settings.read_saving(args)
+        names = OutputNames(saving.folder, saving.name, saving.format)
+        saver = RunSaver(args, accelerator, plan, parts, facts, checked.seed, SAVE_DTYPES[saving.precision])
+        interval = plan.save_interval_for_ratio(saving.epoch_ratio) if saving.epoch_ratio else saving.every_n_epochs
+        output = RunOutput(saving, names, interval, saver.write_model, saver.write_state)
+        previews = settings.read_samples(args)
+
+        def draw(epoch: int | None, step: int) -> None:
+            every = previews.every_n_epochs if epoch is not None else previews.every_n_steps
+            number = epoch if epoch is not None else step
+            due = previews.at_first if number == 0 else bool(every) and number % (every or 1) == 0
+            if not (due and checked.prompts and accelerator.is_main_process):
+                return
+            log.info("generating sample images at step %s: %d", "of epoch end" if epoch else "", step)
+            with evaluation_weights(parts.raw_optimizer), accelerator.autocast():
+                generate_samples(
+                    checked.prompts,
+                    functools.partial(self.family.pipeline, model),
+                    (model.unet, model.vae, *model.text_encoders, parts.network),
+                    previews.sampler,
+                    args.v_parameterization,
+                    lambda index, seed: names.sample(index, epoch, step, seed),
+                    accelerator.device,
+                    args.clip_skip,
+                )
+
+        loop = TrainingLoop(
+            accelerator,
+            plan,
+            checked.data,
+            parts,
+            loss_of_batch,
+            output,
+            draw,
+            ScalarLog(accelerator, logs),
+            LoopSettings(
+                workers=args.max_data_loader_n_workers,
+                persistent_workers=args.persistent_data_loader_workers,
+                max_grad_norm=args.max_grad_norm,
+                scale_weight_norms=args.scale_weight_norms,
+            ),
+            losses=checked.record.losses if checked.record else (),
+        )
+        saver.average = loop.average
+        if done == 0:
+            draw(0, 0)
+        record = checked.record
+        at_epoch_end = done > 0 and plan.update(done).ends_epoch
+        epoch_end_due = bool(record and record.version and at_epoch_end and not record.epoch_ended)
+        last = loop.run(done, epoch_end_due)
+        output.at_end(last)
+        filter_handle = grad_filter.handle_of(parts.raw_optimizer)
+        if filter_handle is not None and accelerator.is_main_process:
+            for picture in filter_handle.save_pictures(names.pictures()):
+                log.info("picture of the gradient filter: %s", picture)
+        loop.scalars.close()
+        log.info("training is finished: %d steps", last.step)
+
+
+class RunSaver:
+    """Writes the model files and states of a run, on the main process.
+
+    Attributes:
+        average: losses of the epoch, kept in the record of a state.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        accelerator: Any,
+        plan: RunPlan,
+        parts: TrainedParts,
+        facts: metadata.RunFacts,
+        seed: int,
+        dtype: torch.dtype | None,
+    ):
+        self.accelerator = accelerator
+        self.plan = plan
+        self.parts = parts
+        self.seed = seed
+        self.dtype = dtype
+        self.optimizer_name = facts.optimizer
+        self.minimum = args.no_metadata
+        self.run_metadata = metadata.run_metadata(args, facts)
+        self.modelspec = metadata.modelspec(args, facts)
+        self.average: Any = None
+
+    def write_model(self, path: Path, update: Update, at_epoch_end: bool) -> None:
+        """Write the network with the weights meant for use."""
+        if not self.accelerator.is_main_process:
+            return
+        with evaluation_weights(self.parts.raw_optimizer):
+            bad = first_non_finite(self.parts.network.named_parameters())
+            if bad is not None:
+                raise RunStopped(
+                    f"step {update.step}: the weights of {bad} are not finite, {path} is not written. Earlier saves "
+                    f"are intact. Lower --learning_rate"
+                )
+            content = metadata.save_metadata(
+                self.run_metadata,
+                self.modelspec,
+                steps=update.step,
+                epoch=update.epoch if at_epoch_end else update.epoch - 1,  # as the reference counts at step saves
+                finished_at=time.time(),
+                minimum=self.minimum,
+            )
+            self._guarded(path, lambda: self.parts.network.save_weights(str(path), self.dtype, content))
+
+    def write_state(self, folder: Path, update: Update, at_epoch_end: bool) -> None:
+        """Write a state folder; every process contributes its random numbers."""
+        from accelerate.utils import gather_object
+
+        random_states = gather_object([state.random_states()])
+        if not self.accelerator.is_main_process:
+            return
+        optimizer = self.parts.raw_optimizer
+        scheduler = self.parts.scheduler
+        record = state.StateRecord(
+            current_epoch=update.epoch,
+            current_step=update.step,
+            seed=self.seed,
+            batches=self.plan.batches,
+            processes=self.plan.processes,
+            accumulation=self.plan.accumulation,
+            optimizer=self.optimizer_name,
+            parameters=self.parts.names,
+            rates=[group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups],
+            losses=list(self.average.losses),
+            epoch_ended=at_epoch_end,
+        )
+        self._guarded(
+            folder,
+            lambda: state.save_state(
+                folder,
+                weights=self.parts.network.state_dict(),
+                optimizer=optimizer,
+                scheduler=scheduler if hasattr(scheduler, "state_dict") else None,
+                scaler=self.accelerator.scaler,
+                random_states_of_ranks=random_states,
+                record=record,
+            ),
+        )
+
+    @staticmethod
+    def _guarded(target: Path, write: Any) -> None:
+        try:
+            write()
+        except OSError as error:
+            raise RunStopped(
+                f"{target} could not be written ({error.strerror or error}). Earlier saves are intact. Free some room in "
+                f"the output folder and resume"
+            ) from error
+
+
+# --------------------------------------------------------------------------------------------------------- helpers
+
+
+def _log_settings(args: Namespace) -> LogSettings:
+    hidden = (
+        "api_key",
+        "token",
+        "_dir",
+        "_path",
+        "pretrained",
+        "vae",
+        "weights",
+        "file",
+        "resume",
+        "prompts",
+        "in_json",
+    )
+    config = {k: v for k, v in vars(args).items() if not any(word in k for word in hidden)} if args.log_config else None
+    return LogSettings(
+        folder=Path(args.logging_dir) if args.logging_dir else None,
+        prefix=args.log_prefix or "",
+        tracker_name=args.log_tracker_name or "network_train",
+        config=config,
+    )
+
+
+def _seed_everything(seed: int) -> None:
+    from accelerate.utils import set_seed
+
+    set_seed(seed)
+
+
+def _choose_seed(asked: int | None, record: state.StateRecord | None) -> int:
+    recorded = record.seed if record else None
+    if asked is None:
+        return random.SystemRandom().randint(0, 2**32 - 1) if recorded is None else recorded
+    if recorded is not None and recorded != asked:
+        log.warning("--seed %d is in force, the state was made with %d: the data order changes", asked, recorded)
+    return asked
+
+
+def _check_filter(args: Namespace) -> None:
+    try:
+        grad_filter.spec_from_args(args)
+    except grad_filter.GradFilterError as error:
+        raise OptionError(str(error)) from error
+
+
+def _check_network(args: Namespace) -> None:
+    _network_module(args.network_module)
+    arguments = parse_strings(args.network_args, "--network_args")
+    if args.network_module == "networks.lora":
+        from networks.lora_blocks import read_network_arguments
+
+        read_network_arguments(arguments)
+
+
+def _network_module(name: str) -> Any:
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise OptionError(f"--network_module {name}: cannot import it ({error}). Example: networks.lora") from error
+    if not hasattr(module, "create_network"):
+        raise OptionError(f"--network_module {name} has no create_network. Example: networks.lora")
+    return module
+
+
+def _encoders_argument(model: LoadedModel) -> Any:
+    """Give the text encoders as network modules expect them: one alone, several as a list."""
+    return model.text_encoders[0] if len(model.text_encoders) == 1 else model.text_encoders
+
+
+def _parameter_groups(network: Any, rates: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    build = getattr(network, "prepare_optimizer_params_with_multiple_te_lrs", None)
+    if build is not None:
+        result = build(**rates)
+    else:
+        text_rate = rates["text_encoder_lr"][0] if rates["text_encoder_lr"] else None
+        try:
+            result = network.prepare_optimizer_params(text_rate, rates["unet_lr"], rates["default_lr"])
+        except TypeError:
+            result = network.prepare_optimizer_params(text_rate, rates["unet_lr"])
+    if isinstance(result, tuple):
+        return list(result[0]), list(result[1])
+    return list(result), [f"group{index}" for index in range(len(result))]
+
+
+def _tagged_names(network: Any, groups: Sequence[dict[str, Any]]) -> list[str]:
+    """Name every trained tensor, for the gradient filter and for the record of a state, in the optimizer's order."""
+    by_id = {id(param): name for name, param in network.named_parameters()}
+    if hasattr(network, "parameter_tags"):
+        for param, name, role, block in network.parameter_tags():
+            by_id[id(param)] = name
+            grad_filter.tag_parameter(param, name, role, block)
+    return [by_id[id(param)] for group in groups for param in group["params"]]
+
+
+def _load_exactly(network: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    try:
+        network.load_state_dict(tensors)
+    except RuntimeError as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[1].strip() if len(lines) > 1 else lines[0]
+        raise OptionError(
+            f"--resume: the weights in {folder} do not fit this network ({reason[:120]}). Use the network options of "
+            f"the first run"
+        ) from error
+
+
+def _put_rates_in_force(parts: TrainedParts, base: Sequence[float | None]) -> None:
+    """Let the command line's learning rates win over those of the state, with a line where they differ."""
+    scheduler = getattr(parts.scheduler, "scheduler", parts.scheduler)
+    for index, (group, asked) in enumerate(zip(parts.raw_optimizer.param_groups, base)):
+        saved = group.get("initial_lr", group.get("lr"))
+        if asked is None or saved is None or saved == asked:
+            continue
+        log.warning(
+            "learning rate of %s: %g of the command line is in force, the state was made with %g",
+            parts.descriptions[index],
+            asked,
+            saved,
+        )
+        group["lr"] = group["lr"] * (asked / saved) if saved else asked
+        if "initial_lr" in group:
+            group["initial_lr"] = asked
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs[index] = asked
