@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from library import grad_filter
 from library.errors import OptionError
 from library.files import new_folder, recover_folder, write_json
 
@@ -287,7 +288,9 @@ def load_state(
 
     load_weights(load_file(folder / MODEL_NAME))
     try:
-        optimizer.load_state_dict(torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True))
+        saved = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+        grad_filter.report_unused_state(saved, optimizer)
+        optimizer.load_state_dict(saved)
     except (KeyError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise OptionError(
