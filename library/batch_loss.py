@@ -79,7 +79,7 @@ class BatchLoss:
             prediction = self.family.predict(
                 self.model.unet, disturbed.noisy_latents.to(self.dtype), disturbed.timesteps, conditioning, batch
             )
-        losses = self._losses(prediction, disturbed.target, disturbed.timesteps)
+        losses = self._losses(prediction, disturbed.target, disturbed.timesteps, batch)
         losses = losses * batch["loss_weights"].to(losses.device)
         v_prediction = self.noise_options.v_parameterization
         losses = weighted(losses, disturbed.timesteps, self.schedule.snr, self.loss_options, v_prediction)
@@ -103,11 +103,25 @@ class BatchLoss:
         with gradients, self.accelerator.autocast():
             return self.family.encode_text(self.model.text_encoders, ids, self.text.clip_skip)
 
-    def _losses(self, prediction: Tensor, target: Tensor, timesteps: Tensor) -> Tensor:
+    def _losses(self, prediction: Tensor, target: Tensor, timesteps: Tensor, batch: dict[str, Any]) -> Tensor:
         options = self.loss_options
         threshold = None
         if LOSSES[options.loss_type].needs_threshold:
             threshold = huber_threshold(
                 timesteps, self.schedule.alphas_cumprod, options.huber_schedule, options.huber_c, options.huber_scale
             )
-        return element_loss(prediction, target, options.loss_type, threshold).mean(dim=(1, 2, 3))
+        loss = element_loss(prediction, target, options.loss_type, threshold)
+        mask = loss_mask(batch)
+        if mask is not None:
+            mask = torch.nn.functional.interpolate(mask.to(loss.device), size=loss.shape[2:], mode="area")
+            loss = loss * mask
+        return loss.mean(dim=(1, 2, 3))
+
+
+def loss_mask(batch: dict[str, Any]) -> Tensor | None:
+    """Give the mask of a batch, (B, 1, H, W) in [0, 1]: the red channel of mask images, else alpha, else None."""
+    if batch["conditioning_images"] is not None:
+        return (batch["conditioning_images"][:, :1].float() + 1.0) / 2.0
+    if batch["alpha_masks"] is not None:
+        return batch["alpha_masks"].unsqueeze(1).float()
+    return None

@@ -229,6 +229,9 @@ def load_sd_model(
 def _load_folder(folder: Path, dtype: torch.dtype) -> LoadedModel:
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextModel
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # front-ends read the bars of a run; this one is not ours
 
     def load(cls: Any, part: str) -> Any:
         try:

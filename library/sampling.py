@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -220,13 +221,20 @@ def generate_samples(
             module.eval()
         for index, prompt in enumerate(prompts):
             try:
-                scheduler = build_sampler(prompt.sample_sampler or sampler, v_parameterization)
-                pipeline = build_pipeline(scheduler)
-                pipeline.set_progress_bar_config(disable=True)
+                pipeline = _pipeline_with(build_pipeline, prompt.sample_sampler or sampler, v_parameterization)
                 path = _draw(pipeline, prompt, index, target, device, clip_skip)
                 log.info("sample image saved: %s", path)
             except Exception as error:  # anything may go wrong in a pipeline; training is what counts
                 log.warning("sample image %d is left out: %s: %s", index, type(error).__name__, str(error)[:200])
+
+
+def _pipeline_with(build_pipeline: Callable[[Any], Any], sampler: str, v_parameterization: bool) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # pipelines "correct" a schedule they are given and warn; it is set again below
+        pipeline = build_pipeline(build_sampler(sampler, v_parameterization))
+    pipeline.scheduler = build_sampler(sampler, v_parameterization)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 def _draw(
