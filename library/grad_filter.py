@@ -2,8 +2,9 @@
 
     handle = attach(torch.optim.AdamW(params), "topk keep=0.1 policy=update")
 
-One file that stands alone (standard library and torch; NumPy is used for selection on the CPU when it is there). In a
-trainer, decorate the function that adds the optimizer's options and the function that builds it:
+One file that stands alone: standard library and torch (2.4 upwards, Python 3.10 upwards); NumPy speeds up selection on
+the CPU when it is there. More stages lie beside it in ``grad_filter_stages.py`` and are known when that file is there.
+In a trainer, decorate the function that adds the optimizer's options and the function that builds it:
 
     @with_grad_filter_arguments
     def add_optimizer_arguments(parser): ...
@@ -11,14 +12,13 @@ trainer, decorate the function that adds the optimizer's options and the functio
     @with_grad_filter
     def get_optimizer(args, params): ...        # -> (name, args text, optimizer)
 
-In this file, in order: the contract of a filter, selection, the built-in stages, options, targets, the engine, its
+In this file, in order: the contract of a filter, selection, the core stages, options, targets, the engine, its
 attachment to an optimizer, the decorators, the command line.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import difflib
 import fnmatch
 import functools
@@ -27,13 +27,17 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import math
 import os
+import re
 import sys
+import threading
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +48,7 @@ STATE_KEY = "grad_filter"
 STATE_VERSION = 1
 PATH_VARIABLE = "GRAD_FILTER_PATH"
 OFF_WORDS = ("", "none", "off")
+HANDLE_ATTRIBUTE = "grad_filter_handle"
 
 
 class GradFilterError(ValueError):
@@ -53,138 +58,163 @@ class GradFilterError(ValueError):
 # ---------------------------------------------------------------------------------------------- contract of a filter
 
 
+@dataclass
+class Context:
+    """What a filter may ask for by naming it as an argument of its method; all of it is for reading.
+
+    Attributes:
+        step: filtered steps of this parameter so far. index: position of the parameter in the optimizer.
+        param: the parameter. name, role, block: from :func:`tag_parameter`. group: number of its parameter group.
+        lr: learning rate of the group. moments: the optimizer's state of the parameter, empty before its first step.
+        total_steps: optimizer steps of the run. micro_steps: batches accumulated in this gradient.
+        timesteps, losses: of the samples behind this gradient, (B,). None where the trainer does not say.
+    """
+
+    param: Tensor
+    index: int = 0
+    step: int = 0
+    name: str = ""
+    role: str = ""
+    block: str = ""
+    group: int = 0
+    lr: float = 0.0
+    moments: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int | None = None
+    micro_steps: int | None = None
+    timesteps: Tensor | None = None
+    losses: Tensor | None = None
+
+
+FROM_TRAINER = ("total_steps", "micro_steps", "timesteps", "losses")
+CALL_WORDS = ("grad", "state", "mask", "out", "context", *(item.name for item in fields(Context)))
+KINDS = ("score", "mask", "transform")
+
+
 class GradFilter:
     """Base of a filter: it decides, the engine acts. It never touches ``param.grad``, the optimizer or a file.
 
     A filter offers exactly one of
 
-    * ``score(grad, state)``: how informative is each entry? Any real numbers, shape of grad; the engine passes the
-      share ``keep`` with the largest scores, exactly that many, ties by lowest index;
-    * ``mask(grad, state)``: bool, shape of grad, True passes;
-    * ``transform(grad, state)``: a new gradient, shape of grad.
+    * ``score(grad)``: how informative is each entry? Any real numbers, shape of grad. The engine passes the share
+      ``keep`` with the largest scores: exactly that many, ties by lowest index, NaN last.
+    * ``mask(grad)``: bool, shape of grad, True passes.
+    * ``transform(grad)``: a new gradient, shape of grad.
 
-    ``grad`` is float32 (shape of the parameter, any device) and must not be changed or kept. ``state`` holds what
-    :meth:`init_state` declared and may be changed in place; it is saved and restored with the optimizer. A method may
-    ask for more by naming it: ``step`` (int, filtered steps of this parameter so far), ``index`` (position of the
-    parameter), ``param`` (the parameter, read-only), ``context`` (dict: total_steps, timesteps, losses, ...).
+    ``grad`` is finite, contiguous, float32 (float64 for float64 weights), not all zero; it must neither be changed nor
+    kept. A method gets more by naming it: ``state`` (what :meth:`init_state` declared, for changing in place; saved and
+    restored with the optimizer) and whatever stands in :class:`Context`. After a selection, ``passed(grad, mask,
+    state)`` is called when a filter has it; it may give back the masked gradient if it had to compute that.
     Options are the arguments of ``__init__``; wrong ones raise ``GradFilterError``.
+
+    Attributes:
+        nonnegative: no score is ever below zero, which saves a pass over it.
     """
 
-    nonnegative_scores = False  # True lets the engine order scores by their bits without a look at signs
+    nonnegative = False
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
         """Give the tensors kept for one parameter."""
         return {}
 
 
+class _FunctionFilter(GradFilter):
+    """A plain function as a filter: the arguments that are no words of :class:`Context` are its options."""
+
+    def __init__(self, function: Callable[..., Tensor], kind: str, options: dict[str, Any]):
+        self.kind = kind
+        self.method = functools.partial(function, **options)
+
+
 @dataclass(frozen=True)
 class Registered:
-    """A filter known by name."""
+    """A filter known by name; ``target`` is its class or function."""
 
     name: str
     summary: str
-    factory: Callable[..., GradFilter]
+    target: Any
+    kind: str
+
+    def options(self) -> dict[str, inspect.Parameter]:
+        """Give the options it declares, by name."""
+        parameters = inspect.signature(self.target).parameters
+        called = () if inspect.isclass(self.target) else CALL_WORDS
+        return {name: item for name, item in parameters.items() if name not in called}
+
+    def hints(self) -> dict[str, Any]:
+        """Give the types of the options; what cannot be read is left out and told by the default."""
+        try:
+            return typing.get_type_hints(self.target.__init__ if inspect.isclass(self.target) else self.target)
+        except (NameError, TypeError):
+            return {}
+
+    def build(self, options: dict[str, Any]) -> Any:
+        if inspect.isclass(self.target):
+            return self.target(**options)
+        return _FunctionFilter(self.target, self.kind, options)
 
 
 FILTERS: dict[str, Registered] = {}
-PRESETS: dict[str, str] = {"sd2085": "ema,topk_change"}
-KINDS = ("score", "mask", "transform")
 
 
-def register_filter(name: str, summary: str = "") -> Callable[[Any], Any]:
-    """Make a class or function known by ``name``.
+def register_filter(name: str, summary: str = "", kind: str = "") -> Callable[[Any], Any]:
+    """Make a class or a function known by ``name``.
 
-    A function ``f(grad, state, option=...)`` is a filter too: one that returns bool is a mask, otherwise a score.
+    A function ``f(grad, ..., option=...)`` is a filter too: ``kind`` says which, otherwise one that gives bool is a
+    mask and any other a score.
     """
 
     def register(target: Any) -> Any:
-        first_line = (inspect.getdoc(target) or "").partition("\n")[0]
-        FILTERS[name] = Registered(name, summary or first_line, _factory_of(target, name))
+        FILTERS[name] = _registered(target, name, summary, kind)
         return target
 
     return register
 
 
-class _FunctionFilter(GradFilter):
-    """A plain function as a filter; its further arguments are its options."""
-
-    def __init__(self, function: Callable[..., Tensor], options: dict[str, Any]):
-        self._function = function
-        self._options = options
-
-    def score_or_mask(self, grad: Tensor, state: dict[str, Tensor]) -> Tensor:
-        return (
-            self._function(grad, state, **self._options)
-            if self._takes_state()
-            else self._function(grad, **self._options)
-        )
-
-    def _takes_state(self) -> bool:
-        return "state" in inspect.signature(self._function).parameters
-
-
-def _factory_of(target: Any, name: str) -> Callable[..., GradFilter]:
+def _registered(target: Any, name: str, summary: str = "", kind: str = "") -> Registered:
     if inspect.isclass(target):
-        if not issubclass(target, GradFilter) and not any(hasattr(target, kind) for kind in KINDS):
-            raise GradFilterError(f"{name}: the class offers none of {', '.join(KINDS)}. Give it one of these methods")
-        return target
-    if callable(target):
-        parameters = [p for p in inspect.signature(target).parameters.values() if p.name not in ("grad", "state")]
+        offered = [word for word in KINDS if callable(getattr(target, word, None))]
+        if len(offered) != 1:
+            found = " and ".join(offered) or "none"
+            raise GradFilterError(f"{name}: a filter class has one of {', '.join(KINDS)}; this one has {found}")
+        kind = offered[0]
+    elif not callable(target) or "grad" not in inspect.signature(target).parameters:
+        raise GradFilterError(f"{name}: {target!r} is neither a filter class nor a function f(grad, ...)")
+    first_line = (inspect.getdoc(target) or "").partition("\n")[0]
+    return Registered(name, summary or first_line, target, kind or "score or mask")
 
-        def build(**options: Any) -> GradFilter:
-            return _FunctionFilter(target, options)
 
-        build.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-        )
-        build.__doc__ = target.__doc__
-        return build
-    raise GradFilterError(f"{name}: {target!r} is neither a class nor a function. Name a filter")
+@dataclass(frozen=True)
+class Preset:
+    """Stages and options under a name people know; options the user types come after them and win."""
+
+    stages: str
+    args: tuple[str, ...] = ()
+    summary: str = ""
+
+
+PRESETS: dict[str, Preset] = {
+    "sd2085": Preset(
+        "ema,topk_change", ("ema.beta=0.9", "topk_ratio=0.9"), "the request, in front of SignSGD momentum=0"
+    ),
+}
 
 
 # ------------------------------------------------------------------------------------------------------- selection
 
+CHUNK = 1 << 16  # entries; a float32 chunk and its neighbours stay in the cache of one core
+
 
 def keep_count(keep: float, size: int) -> int:
     """Give how many of ``size`` entries the share ``keep`` is: rounded half up, at least one."""
-    return min(size, max(1, int(keep * size + 0.5)))
+    return min(size, max(1, math.floor(keep * size + 0.5)))
 
 
-def select_largest(scores: Tensor, count: int, nonnegative: bool = False) -> Tensor:
-    """Give the mask of the ``count`` largest scores: exactly that many, ties by lowest index.
-
-    Args:
-        scores: float32, any shape. count: 0 to the number of entries. nonnegative: no score is below zero.
-
-    Returns:
-        bool, shape and device of ``scores``. NaN counts as the smallest score.
-    """
-    size = scores.numel()
-    if count >= size:
-        return torch.ones_like(scores, dtype=torch.bool)
-    if count <= 0:
-        return torch.zeros_like(scores, dtype=torch.bool)
-    flat = scores.reshape(-1)
-    if not nonnegative:
-        flat = torch.where(torch.isnan(flat), torch.full_like(flat, -torch.inf), flat)
-    threshold = _kth_largest(flat, count, nonnegative)
-    mask = flat > threshold
-    missing = count - int(mask.sum())
-    tied = flat == threshold
-    if int(tied.sum()) != missing:
-        tied &= torch.cumsum(tied, dim=0) <= missing
-    return (mask | tied).reshape(scores.shape)
-
-
-def _kth_largest(flat: Tensor, count: int, nonnegative: bool) -> Tensor:
-    numpy = _numpy()
-    if flat.device.type != "cpu" or numpy is None:
-        return torch.topk(flat, count, sorted=False).values.min()
-    # the bits of non-negative floats order like the floats, and integers partition faster
-    view = flat.contiguous().view(torch.int32).numpy() if nonnegative else flat.numpy()
-    place = flat.numel() - count
-    found = numpy.partition(view, place)[place]
-    return torch.from_numpy(numpy.asarray([found])).view(torch.float32)[0]
+def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Give contiguous tensors of equal size piece by piece, on the CPU in pieces that fit the cache."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    step = CHUNK if flat[0].device.type == "cpu" else max(1, flat[0].numel())
+    for start in range(0, flat[0].numel(), step):
+        yield tuple(tensor[start : start + step] for tensor in flat)
 
 
 @functools.lru_cache(maxsize=1)
@@ -195,18 +225,133 @@ def _numpy() -> Any:
         return None
 
 
-def seed_of(*parts: int) -> int:
+def ordered_bits(scores: Tensor, nonnegative: bool = False) -> Tensor:
+    """Give integers that order like the scores, NaN lowest: the bits of a non-negative float already do."""
+    integer = torch.int64 if scores.dtype is torch.float64 else torch.int32
+    if nonnegative:
+        return scores.view(integer)
+    bits = (scores + 0.0).view(integer)  # -0.0 becomes 0.0
+    bits = torch.where(bits < 0, bits ^ torch.iinfo(integer).max, bits)
+    return bits.masked_fill_(scores.isnan(), torch.iinfo(integer).min)
+
+
+def largest_in_rows(bits: Tensor, count: int) -> Tensor:
+    """Give the ``count``-th largest integer of each row.
+
+    Args:
+        bits: (rows, size) int32 or int64, contiguous. count: 1 to size.
+
+    Returns:
+        (rows, 1), on the device of ``bits``; nothing waits for the device.
+    """
+    place = bits.shape[1] - count
+    if bits.device.type == "cpu" and _numpy() is not None:
+        work = scratch(bits.shape, bits.dtype, "partition").copy_(bits)
+        work.numpy().partition(place, axis=1)
+        return work[:, place : place + 1].clone()
+    if bits.device.type == "cpu" or bits.shape[1] <= 1 << 17:
+        return bits.kthvalue(place + 1, dim=1, keepdim=True).values
+    return _threshold_bit_by_bit(bits, count)
+
+
+def _threshold_bit_by_bit(bits: Tensor, count: int) -> Tensor:
+    """Build the ``count``-th largest of each row from its highest bit down; only counts are ever stored."""
+    highest = torch.iinfo(bits.dtype).bits - 2
+    negative = (bits >= 0).sum(dim=1, keepdim=True) < count
+    found = torch.where(negative, torch.iinfo(bits.dtype).min, 0).to(bits.dtype)
+    for bit in range(highest, -1, -1):
+        tried = found + (1 << bit)
+        found = torch.where((bits >= tried).sum(dim=1, keepdim=True) >= count, tried, found)
+    return found
+
+
+def pass_largest(bits: Tensor, count: int) -> Tensor:
+    """Give the mask of the ``count`` largest integers of each row: exactly that many, ties by lowest index.
+
+    Args:
+        bits: (rows, size) from :func:`ordered_bits`. count: at least 0.
+
+    Returns:
+        bool, (rows, size).
+    """
+    if count >= bits.shape[1]:
+        return torch.ones_like(bits, dtype=torch.bool)
+    if count <= 0:
+        return torch.zeros_like(bits, dtype=torch.bool)
+    threshold = largest_in_rows(bits, count)
+    mask = bits >= threshold
+    if bits.device.type == "cpu":
+        surplus = torch.count_nonzero(mask, dim=1) - count
+        for row in surplus.nonzero().view(-1).tolist():
+            _drop_last_ties(mask[row], bits[row], threshold[row], int(surplus[row]))
+        return mask
+    above = bits > threshold
+    missing = count - above.sum(dim=1, keepdim=True)
+    ties = mask & ~above
+    return above | (ties & (torch.cumsum(ties, dim=1, dtype=torch.int32) <= missing))
+
+
+def _drop_last_ties(mask: Tensor, bits: Tensor, threshold: Tensor, surplus: int) -> None:
+    """Take ``surplus`` entries equal to ``threshold`` out of a mask, from the end; no index tensor is full size."""
+    stop = bits.numel()
+    while surplus:
+        start = max(0, stop - CHUNK)
+        ties = (bits[start:stop] == threshold).nonzero().view(-1)[-surplus:]
+        mask[start + ties] = False
+        surplus -= ties.numel()
+        stop = start
+
+
+_memory = threading.local()
+
+
+def scratch(shape: Sequence[int], dtype: torch.dtype, purpose: str, device: torch.device | str = "cpu") -> Tensor:
+    """Give memory that is used again at the next call for the same purpose, so its content is for the moment only.
+
+    Fresh memory costs more than most passes over it. What is kept is as large as the largest tensor that asked.
+    """
+    size = math.prod(shape)
+    if torch.device(device).type != "cpu":
+        return torch.empty(tuple(shape), dtype=dtype, device=device)  # its allocator does the same
+    kept = vars(_memory).get((purpose, dtype))
+    if kept is None or kept.numel() < size:
+        kept = vars(_memory)[purpose, dtype] = torch.empty(size, dtype=dtype)
+    return kept[:size].view(tuple(shape))
+
+
+def row_shape(shape: Sequence[int], ndim: int | None) -> tuple[int, int]:
+    """Give (rows, size) for the trailing ``ndim`` dimensions of a shape, in the manner of rai_toolbox's param_ndim.
+
+    Args:
+        shape: of the tensor. ndim: 0 or more counts trailing dimensions, negative is an offset from the number of
+            dimensions, None is the whole tensor; more than there are is the whole tensor.
+    """
+    if ndim is None:
+        return 1, math.prod(shape)
+    count = min(len(shape), ndim) if ndim >= 0 else max(0, len(shape) + ndim)
+    cut = len(shape) - count
+    return math.prod(shape[:cut]), math.prod(shape[cut:])
+
+
+def seed_of(*parts: Any) -> int:
     """Give a 63-bit seed that depends on all ``parts``, the same on every process and platform."""
     digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-# --------------------------------------------------------------------------------------------------- built-in stages
+def random_like(grad: Tensor, *parts: Any) -> Tensor:
+    """Give uniform numbers in [0, 1), shape of grad, that depend on ``parts`` and the kind of device alone."""
+    generator = torch.Generator(device=grad.device).manual_seed(seed_of(*parts))
+    return torch.rand(grad.shape, generator=generator, device=grad.device)
 
 
-def _require(condition: bool, stage: str, key: str, value: Any, allowed: str, example: str) -> None:
+# ------------------------------------------------------------------------------------------------------ core stages
+
+
+def require(condition: bool, stage: str, key: str, value: Any, allowed: str, example: Any) -> None:
+    """Raise the one-line error of a wrong option unless ``condition`` holds."""
     if not condition:
-        raise GradFilterError(f"{stage}: {key} must be {allowed}, got {value}. Example: {key}={example}")
+        raise GradFilterError(f"{stage}: {key} must be {allowed}, got {_text(value)}. Example: {key}={_text(example)}")
 
 
 @register_filter("finite", summary="leave out steps with NaN or Inf (nan=skip), or zero such entries (nan=zero)")
@@ -215,130 +360,187 @@ class Finite(GradFilter):
 
     Args:
         nan: ``skip`` leaves the whole step out and changes no buffer; ``zero`` lets the other entries pass.
+
+    No state. The engine looks at every gradient once, also at those that pass untouched.
     """
 
-    def __init__(self, nan: str = "skip"):
-        _require(nan in ("skip", "zero"), "finite", "nan", nan, "skip or zero", "skip")
+    def __init__(self, nan: Literal["skip", "zero"] = "skip"):
         self.nan = nan
 
-    def transform(self, grad: Tensor, state: dict[str, Tensor]) -> Tensor:
-        return torch.nan_to_num(grad, nan=0.0, posinf=0.0, neginf=0.0) if self.nan == "zero" else grad
+    def transform(self, grad: Tensor) -> Tensor:
+        return grad  # the engine has dealt with it
 
 
 @register_filter("topk", summary="pass the share keep of entries with the largest magnitude")
 class TopK(GradFilter):
-    """Pass the entries with the largest |g|. No state. Source: GMT; rai_toolbox's top-q; deep gradient compression."""
+    """Pass the largest |g|: exactly ``keep`` of them, ties by lowest index.
 
-    nonnegative_scores = True
+    No state. Source: GMT (arXiv:2406.15330), rai_toolbox's TopQGradientOptimizer, DGC (arXiv:1712.01887).
+    """
 
-    def score(self, grad: Tensor, state: dict[str, Tensor]) -> Tensor:
-        return grad.abs()
+    nonnegative = True
+
+    def score(self, grad: Tensor, out: Tensor) -> Tensor:
+        return torch.abs(grad, out=out)
 
 
-@register_filter("topk_change", summary="pass entries whose value changed most against the last masked gradient")
+@register_filter("topk_change", summary="pass what changed most against the last masked gradient (the request)")
 class TopKChange(GradFilter):
     """Pass the largest relative changes r = |u - P| / (|P| + eps); then P becomes the masked u.
 
-    The filter of the feature request, bit for bit. P starts at 0. Because P holds the masked gradient, keeping at most
-    half never lets two consecutive masks overlap, and at exactly half two complementary halves alternate for ever.
+    The filter of the feature request, bit for bit; P starts at 0. Because P holds the masked gradient, at ``keep`` up
+    to one half consecutive masks never overlap and the change is never used (magnitude with a rest of one step), at
+    exactly one half two complementary halves alternate for ever, above it small noisy entries are favoured.
 
     Args:
-        topk_ratio: share that is dropped, in [0, 1]; k = int(n * (1 - topk_ratio)), k = 0 passes everything.
-        eps: added to |P|. previous: what P becomes: ``masked`` (the request) or ``raw`` (the whole u).
+        topk_ratio: share that is dropped, in [0, 1], 0.9 when neither share is given; k = int(n * (1 - topk_ratio)) in
+            the request's own rounding, and k = 0 passes everything.
+        keep: the same as a share that passes, rounded as everywhere else; not together with another topk_ratio.
+        eps: added to |P|, above 0.
+        previous: what P becomes: ``masked`` (the request), ``raw`` (the whole u) or ``ema`` (0.9 P + 0.1 u).
 
-    State: ``prev``, float32, shape of the parameter.
+    State: ``prev``, float32, shape of the gradient (4 bytes for each trained value).
     """
 
-    def __init__(self, topk_ratio: float = 0.9, eps: float = 1e-8, previous: str = "masked"):
-        _require(0.0 <= topk_ratio <= 1.0, "topk_change", "topk_ratio", topk_ratio, "in [0, 1]", "0.9")
-        _require(eps > 0.0, "topk_change", "eps", eps, "above 0", "1e-8")
-        _require(previous in ("masked", "raw"), "topk_change", "previous", previous, "masked or raw", "masked")
-        self.topk_ratio, self.eps, self.previous = topk_ratio, eps, previous
+    nonnegative = True
+
+    def __init__(
+        self,
+        topk_ratio: float | None = None,
+        keep: float | None = None,
+        eps: float = 1e-8,
+        previous: Literal["masked", "raw", "ema"] = "masked",
+    ):
+        require(
+            topk_ratio is None or 0.0 <= topk_ratio <= 1.0, "topk_change", "topk_ratio", topk_ratio, "in [0, 1]", 0.9
+        )
+        require(keep is None or 0.0 < keep <= 1.0, "topk_change", "keep", keep, "in (0, 1]", 0.1)
+        require(eps > 0.0, "topk_change", "eps", eps, "above 0", 1e-8)
+        if keep is not None and topk_ratio is not None and abs(keep + topk_ratio - 1.0) > 1e-6:
+            raise GradFilterError(f"topk_change: keep={keep} and topk_ratio={topk_ratio} do not add up to 1. Give one")
+        self.keep = keep if topk_ratio is None else None
+        self.topk_ratio = 0.9 if topk_ratio is None else topk_ratio
+        self.eps, self.previous = eps, previous
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        return {"prev": torch.zeros_like(param, dtype=torch.float32)}
+        return {"prev": torch.zeros(param.shape, dtype=work_dtype(param), device=param.device)}
 
-    def mask(self, grad: Tensor, state: dict[str, Tensor]) -> Tensor:
-        previous = state["prev"]
-        change = (grad - previous).abs_().div_(previous.abs().add_(self.eps))
-        count = int(grad.numel() * (1.0 - self.topk_ratio))
-        mask = select_largest(change, count or grad.numel(), nonnegative=True)
+    def count(self, size: int) -> int:
+        """Give how many of ``size`` entries pass."""
+        if self.keep is not None:
+            return keep_count(self.keep, size)
+        return int(size * (1 - self.topk_ratio)) or size
+
+    def score(self, grad: Tensor, state: dict[str, Tensor], out: Tensor) -> Tensor:
+        for change, value, prev in chunks(out, grad, state["prev"]):
+            torch.sub(value, prev, out=change).abs_().div_(prev.abs().add_(self.eps))
+        return out
+
+    def passed(self, grad: Tensor, mask: Tensor, state: dict[str, Tensor]) -> Tensor | None:
+        if self.previous == "masked":
+            return masked(grad, mask, out=state["prev"])
         if self.previous == "raw":
-            previous.copy_(grad)
+            state["prev"].copy_(grad)
         else:
-            previous.copy_(grad).masked_fill_(~mask, 0.0)
-        return mask
+            state["prev"].lerp_(grad, 0.1)
+        return None
 
 
 @register_filter("ema", summary="replace the gradient by its running mean")
 class Ema(GradFilter):
-    """Smooth: u = beta * u + (1 - beta) * g. With momentum-free SignSGD behind it, this is signed momentum.
+    """Smooth: u = beta * u + (1 - beta) * g. Momentum-free SignSGD behind it is SignSGD with momentum.
 
     Args:
         beta: share of the old mean kept each step, in [0, 1). debias: divide by 1 - beta^t.
 
-    State: ``mean``, float32, shape of the parameter.
+    State: ``ema``, float32, shape of the gradient.
     """
 
     def __init__(self, beta: float = 0.9, debias: bool = False):
-        _require(0.0 <= beta < 1.0, "ema", "beta", beta, "in [0, 1)", "0.9")
+        require(0.0 <= beta < 1.0, "ema", "beta", beta, "in [0, 1)", 0.9)
         self.beta, self.debias = beta, debias
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        return {"mean": torch.zeros_like(param, dtype=torch.float32)}
+        return {"ema": torch.zeros(param.shape, dtype=work_dtype(param), device=param.device)}
 
     def transform(self, grad: Tensor, state: dict[str, Tensor], step: int) -> Tensor:
-        mean = state["mean"]
-        mean.mul_(self.beta).add_(grad * (1.0 - self.beta))  # no fused multiply-add: bits as written out
-        return mean / (1.0 - self.beta ** (step + 1)) if self.debias else mean.clone()
+        for mean, value in chunks(state["ema"], grad):
+            mean.mul_(self.beta).add_(value * (1 - self.beta))  # lerp would round otherwise than the formula
+        return state["ema"] / (1 - self.beta ** (step + 1)) if self.debias else state["ema"]
 
 
 @register_filter("sign", summary="replace every entry by its sign")
 class Sign(GradFilter):
-    """Give -1, 0 or 1. Source: signSGD; rai_toolbox's SignedGradientOptim."""
+    """Give -1, 0 or 1. No state. Source: signSGD (arXiv:1802.04434); rai_toolbox's SignedGradientOptim."""
 
-    def transform(self, grad: Tensor, state: dict[str, Tensor]) -> Tensor:
+    def transform(self, grad: Tensor) -> Tensor:
         return grad.sign()
 
 
 @register_filter("threshold", summary="pass entries whose magnitude reaches a bound")
 class Threshold(GradFilter):
-    """Pass |g| >= value, or |g| >= value * RMS(g) when ``relative``.
+    """Pass |g| >= value, or |g| >= value * RMS(g) when ``relative``. No state.
 
     Args:
         value: the bound, at least 0. relative: in units of the root mean square of the tensor.
     """
 
     def __init__(self, value: float = 1.0, relative: bool = True):
-        _require(value >= 0.0, "threshold", "value", value, "at least 0", "1.0")
+        require(value >= 0.0, "threshold", "value", value, "at least 0", 1.0)
         self.value, self.relative = value, relative
 
-    def mask(self, grad: Tensor, state: dict[str, Tensor]) -> Tensor:
-        bound = grad.square().mean().sqrt() * self.value if self.relative else self.value
-        return grad.abs() >= bound
+    def mask(self, grad: Tensor) -> Tensor:
+        return grad.abs() >= (rms(grad) * self.value if self.relative else self.value)
 
 
-@register_filter("random", summary="pass each entry with a fixed probability")
+@register_filter("random", summary="pass entries, rows or tensors with a fixed probability")
 class Random(GradFilter):
-    """Pass entries at random, drawn from (seed, step, parameter) and never from a global generator.
+    """Pass at random, drawn from (seed, step, position of the parameter) and never from a global generator.
 
     Args:
-        p: probability that an entry passes, in (0, 1]. seed: any whole number.
+        p: probability to pass, in (0, 1]. seed: any whole number. unit: what is drawn: ``entry``, ``row`` (first
+            dimension) or ``tensor``.
+
+    No state. Source: Child-Tuning-F (arXiv:2109.05687); SkipUpdate draws whole tensors.
     """
 
-    def __init__(self, p: float = 0.1, seed: int = 0):
-        _require(0.0 < p <= 1.0, "random", "p", p, "in (0, 1]", "0.1")
-        self.p, self.seed = p, seed
+    def __init__(self, p: float = 0.1, seed: int = 0, unit: Literal["entry", "row", "tensor"] = "entry"):
+        require(0.0 < p <= 1.0, "random", "p", p, "in (0, 1]", 0.1)
+        self.p, self.seed, self.unit = p, seed, unit
 
-    def mask(self, grad: Tensor, state: dict[str, Tensor], step: int, index: int) -> Tensor:
-        generator = torch.Generator(device=grad.device).manual_seed(seed_of(self.seed, step, index))
-        return torch.rand(grad.shape, generator=generator, device=grad.device) < self.p
+    def mask(self, grad: Tensor, step: int, index: int) -> Tensor:
+        drawn = {
+            "entry": grad,
+            "row": grad.reshape(len(grad) if grad.dim() else 1, -1)[:, :1],
+            "tensor": grad.reshape(-1)[:1],
+        }
+        chosen = random_like(drawn[self.unit], self.seed, step, index) < self.p
+        if self.unit == "entry":
+            return chosen
+        shape = (-1,) + (1,) * (grad.dim() - 1) if self.unit == "row" and grad.dim() else (1,) * grad.dim()
+        return chosen.reshape(shape).expand(grad.shape)
+
+
+def work_dtype(tensor: Tensor) -> torch.dtype:
+    """Give the type filters compute in: float32, and float64 for float64."""
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+
+
+def rms(grad: Tensor) -> Tensor:
+    """Give the root mean square as a 0-d tensor."""
+    return grad.square().mean().sqrt()
+
+
+def masked(grad: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
+    """Give the gradient with zeros where the mask is False; never a product, which would keep NaN and -0."""
+    if out is None:
+        out = torch.empty_like(grad)
+    return torch.where(mask, grad, torch.zeros((), dtype=grad.dtype, device=grad.device), out=out)
 
 
 # --------------------------------------------------------------------------------------------------------- options
 
 POLICIES = ("zero", "update")
-STAGE_OPTION_KEEP = "keep"
 
 
 @dataclass(frozen=True)
@@ -348,8 +550,9 @@ class ChainOptions:
     Attributes:
         policy: what happens at masked entries: ``zero`` gives the optimizer zeros; ``update`` gives it the whole
             gradient and puts the weights back after the step, so that they neither move nor decay.
-        warmup: steps before the filter starts. every: filter each n-th step only. until: last filtered step, 0 for ever.
-        min_numel: smaller tensors pass untouched. log_every: steps between statistics.
+        warmup: optimizer steps before the filter starts. every: filter each n-th step only.
+        until: optimizer step at which the filter ends, 0 for never. min_numel: smaller tensors pass untouched.
+        log_every: steps between statistics.
     """
 
     policy: str = "zero"
@@ -360,19 +563,44 @@ class ChainOptions:
     log_every: int = 10
 
     def __post_init__(self) -> None:
-        _require(self.policy in POLICIES, "grad_filter", "policy", self.policy, " or ".join(POLICIES), "update")
+        require(self.policy in POLICIES, "grad_filter", "policy", self.policy, " or ".join(POLICIES), "update")
         for key, least in (("warmup", 0), ("every", 1), ("until", 0), ("min_numel", 0), ("log_every", 1)):
-            value = getattr(self, key)
-            _require(value >= least, "grad_filter", key, value, f"at least {least}", str(least))
+            require(getattr(self, key) >= least, "grad_filter", key, getattr(self, key), f"at least {least}", least)
 
     def active(self, step: int) -> bool:
-        """Say whether the filter acts at 0-based ``step``."""
+        """Say whether the filter acts at optimizer step ``step``, counted from 0."""
         return step >= self.warmup and (step - self.warmup) % self.every == 0 and (not self.until or step < self.until)
 
 
 @dataclass(frozen=True)
+class Selection:
+    """Options that every scoring filter has besides its own.
+
+    Attributes:
+        keep: share that passes, in (0, 1]. ndim: entries compete within the trailing dimensions, see
+            :func:`row_shape`; tensors of one dimension compete as a whole. jitter: the share varies evenly by this part
+            of itself from step to step. seed: of the jitter.
+    """
+
+    keep: float = 0.1
+    ndim: int | None = None
+    jitter: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(0.0 < self.keep <= 1.0, "grad_filter", "keep", self.keep, "in (0, 1]", 0.1)
+        require(0.0 <= self.jitter < 1.0, "grad_filter", "jitter", self.jitter, "in [0, 1)", 0.2)
+
+    def share(self, step: int) -> float:
+        if not self.jitter:
+            return self.keep
+        drawn = seed_of("jitter", self.seed, step) / 2**63
+        return min(1.0, self.keep * (1.0 + self.jitter * (2.0 * drawn - 1.0)))
+
+
+@dataclass(frozen=True)
 class StageSpec:
-    """One stage: the name typed, and its options."""
+    """One stage: the name typed, and the options typed for it."""
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -385,29 +613,34 @@ class ChainSpec:
     stages: tuple[StageSpec, ...]
     options: ChainOptions = field(default_factory=ChainOptions)
 
+    def words(self) -> list[str]:
+        """Give the options that were typed, each as ``key=value``."""
+        typed = [f"{stage.name}.{key}={_text(value)}" for stage in self.stages for key, value in stage.options]
+        default = vars(ChainOptions())
+        return typed + [f"{k}={_text(v)}" for k, v in vars(self.options).items() if v != default[k]]
+
     def canonical(self) -> str:
         """Give the text that describes the chain completely: same text, same behaviour."""
-        default = ChainOptions()
-        words = [",".join(stage.name for stage in self.stages)]
-        words += [f"{stage.name}.{key}={_text(value)}" for stage in self.stages for key, value in stage.options]
-        for key in vars(default):
-            value = getattr(self.options, key)
-            if value != getattr(default, key):
-                words.append(f"{key}={_text(value)}")
-        return " ".join(words)
+        return " ".join([",".join(stage.name for stage in self.stages), *self.words()])
 
 
 @dataclass(frozen=True)
 class Target:
-    """A rule for some parameters: another chain (None: no filter) where ``pattern`` matches."""
+    """A rule for some parameters: another chain (None: no filter), or other options of the chain they have."""
 
     pattern: str
-    chain: ChainSpec | None
+    chain: ChainSpec | None = None
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class FilterSpec:
-    """Everything that was asked for; later targets win over earlier ones, any target over ``chain``."""
+    """Everything that was asked for.
+
+    Attributes:
+        chain: for parameters without a rule. targets: the last rule with a chain decides the chain of what it matches,
+            then every rule with options changes them, in order. target_words: the rules as typed.
+    """
 
     chain: ChainSpec
     targets: tuple[Target, ...] = ()
@@ -416,14 +649,26 @@ class FilterSpec:
     def canonical(self) -> str:
         return " ".join([self.chain.canonical(), *(f"@{word}" for word in self.target_words)])
 
+    def chain_for(self, means: Callable[[str], bool]) -> ChainSpec | None:
+        """Give the chain of a parameter; ``means`` says whether a pattern matches it."""
+        matching = [target for target in self.targets if means(target.pattern)]
+        chain = ([self.chain] + [target.chain for target in matching if not target.words])[-1]
+        for target in matching:
+            if chain is not None and target.words:
+                chain = _with_words(chain, [word for word in target.words if _accepts(chain, word)])
+        return chain
+
     def metadata(self) -> dict[str, str]:
-        """Give the two entries recorded with a trained network."""
-        names, _, rest = self.canonical().partition(" ")
-        return {"ss_grad_filter": names, "ss_grad_filter_args": rest}
+        """Give the two entries recorded with a trained network; of a file that holds a filter only its base name."""
+        names = ",".join(os.path.basename(stage.name) for stage in self.chain.stages)
+        words = [*self.chain.words(), *(f"@{word}" for word in self.target_words)]
+        return {"ss_grad_filter": names, "ss_grad_filter_args": " ".join(os.path.basename(word) for word in words)}
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    return ",".join(map(_text, value)) if isinstance(value, tuple) else str(value)
 
 
 def _words(value: Any) -> list[str]:
@@ -434,8 +679,7 @@ def _words(value: Any) -> list[str]:
         word = str(item).strip()
         if len(word) > 1 and word[0] == word[-1] == "'":
             word = word[1:-1].strip()
-        if word:
-            words.append(word)
+        words += word.split()
     return words
 
 
@@ -444,44 +688,22 @@ def _suggest(word: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def resolve(name: str, allow_code: bool = True) -> Registered:
-    """Find a filter by name: built in, a file of a filter folder, ``package.module:Name`` or ``file.py:Name``.
+# ------------------------------------------------------------------------------------------- finding and building
 
-    Raises:
-        GradFilterError: unknown, not importable, or code where ``allow_code`` is False.
-    """
-    if name in FILTERS:
-        return FILTERS[name]
-    if ":" in name:
-        if not allow_code:
-            raise GradFilterError(
-                f"grad_filter {name!r} names code, which a config file may not. Give it on the command line, or put "
-                f"the file into custom_filters/"
-            )
-        source, _, attribute = name.rpartition(":")
-        module = _load_file(Path(source)) if source.endswith(".py") else _import(source)
-        target = getattr(module, attribute, None)
-        if target is None:
-            known = [key for key, value in vars(module).items() if callable(value)]
-            raise GradFilterError(f"grad_filter {name!r}: {source} has no {attribute}.{_suggest(attribute, known)}")
-        log.info("grad_filter: %s is %s of %s", name, attribute, getattr(module, "__file__", source))
-        return Registered(name, "", _factory_of(target, name))
-    for folder in filter_folders():
-        path = folder / f"{name}.py"
-        if path.is_file():
-            module = _load_file(path)
-            if name in FILTERS:
-                return FILTERS[name]
-            own = [v for v in vars(module).values() if inspect.isclass(v) and v.__module__ == module.__name__]
-            target = getattr(module, name, own[0] if len(own) == 1 else None)
-            if target is None:
-                raise GradFilterError(f"grad_filter {name!r}: {path} defines no {name}. Name the class or function so")
-            return Registered(name, "", _factory_of(target, name))
-    known = sorted({*FILTERS, *PRESETS, *(path.stem for folder in filter_folders() for path in folder.glob("*.py"))})
-    raise GradFilterError(
-        f"grad_filter: no filter is called {name!r}.{_suggest(name, known)} Known: {', '.join(known)}. "
-        f"Example: --grad_filter topk"
-    )
+
+def known_filters() -> dict[str, Registered]:
+    """Give every filter known by name: the core ones, those of grad_filter_stages.py, and those of filter folders."""
+    _load_stages()
+    for path in _files_of_folders():
+        _load_file(path)
+    return FILTERS
+
+
+@functools.lru_cache(maxsize=1)
+def _load_stages() -> None:
+    path = Path(__file__).with_name("grad_filter_stages.py")
+    if path.is_file():
+        importlib.import_module(f"{__package__}.grad_filter_stages" if __package__ else "grad_filter_stages")
 
 
 def filter_folders() -> list[Path]:
@@ -490,135 +712,146 @@ def filter_folders() -> list[Path]:
     return [folder for folder in (Path(__file__).resolve().parent.parent / "custom_filters", *named) if folder.is_dir()]
 
 
+def _files_of_folders() -> list[Path]:
+    return [path for folder in filter_folders() for path in sorted(folder.glob("[!_]*.py"))]
+
+
+def resolve(name: str, allow_code: bool = True) -> Registered:
+    """Find a filter by name: built in, a file of a filter folder, ``package.module:Name`` or ``file.py:Name``.
+
+    Raises:
+        GradFilterError: unknown, not importable, or code where ``allow_code`` is False.
+    """
+    if name not in FILTERS:
+        _load_stages()
+    if name in FILTERS:
+        return FILTERS[name]
+    if ":" in name:
+        return _from_code(name, allow_code)
+    for path in _files_of_folders():
+        if path.stem == name:
+            return _from_file(name, path)
+    known = sorted({*known_filters(), *PRESETS, *(path.stem for path in _files_of_folders())})
+    if name in FILTERS:  # registered by a file of another name
+        return FILTERS[name]
+    raise GradFilterError(
+        f"--grad_filter: no filter is called {name!r}.{_suggest(name, known)} Known: {', '.join(known)}. "
+        f"Example: --grad_filter topk"
+    )
+
+
+def _from_code(name: str, allow_code: bool) -> Registered:
+    if not allow_code:
+        raise GradFilterError(
+            f"--grad_filter {name}: code is named, which a config file may not do. Give it on the command line, or put "
+            f"the file into custom_filters/"
+        )
+    source, _, attribute = name.rpartition(":")
+    if source.endswith(".py"):
+        module = _load_file(Path(source))
+    else:
+        try:
+            module = importlib.import_module(source)
+        except ImportError as error:
+            raise GradFilterError(
+                f"--grad_filter {name}: cannot import {source} ({error}). Check the name or install it"
+            ) from error
+    target = getattr(module, attribute, None)
+    if target is None:
+        known = [key for key, value in vars(module).items() if callable(value)]
+        raise GradFilterError(f"--grad_filter {name}: {source} has no {attribute}.{_suggest(attribute, known)}")
+    log.info("grad_filter: %s is %s of %s", name, attribute, getattr(module, "__file__", source))
+    return next((found for found in FILTERS.values() if found.target is target), None) or _registered(target, name)
+
+
+def _from_file(name: str, path: Path) -> Registered:
+    module = _load_file(path)
+    if name in FILTERS:
+        return FILTERS[name]
+    own = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__ and callable(v)]
+    target = getattr(module, name, own[0] if len(own) == 1 else None)
+    if target is None:
+        raise GradFilterError(f"--grad_filter {name}: {path} defines no {name}. Name the class or function so")
+    return _registered(target, name)
+
+
+@functools.cache
 def _load_file(path: Path) -> types.ModuleType:
     if not path.is_file():
-        raise GradFilterError(f"grad_filter: there is no file {path}. Give an existing file.py:Name")
+        raise GradFilterError(f"--grad_filter: there is no file {path}. Give an existing file.py:Name")
     spec = importlib.util.spec_from_file_location(f"grad_filter_file_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    # a file that is run as a script registers with the running copy of this module
-    sys.modules.setdefault("library.grad_filter", sys.modules[__name__])
+    sys.modules[module.__name__] = module  # type hints of its classes are looked up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
-        raise GradFilterError(f"grad_filter: {path} cannot be run: {type(error).__name__}: {error}") from error
+    except Exception as error:  # whatever a stranger's file raises
+        raise GradFilterError(f"--grad_filter: {path} cannot be run: {type(error).__name__}: {error}") from error
     return module
 
 
-def _import(name: str) -> types.ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise GradFilterError(f"grad_filter: cannot import {name} ({error}). Check the name or install it") from error
+def accepted_options(registered: Registered) -> dict[str, inspect.Parameter]:
+    """Give the options of a stage: its own, and those of :class:`Selection` when it scores."""
+    options = registered.options()
+    if registered.kind.startswith("score"):
+        for item in fields(Selection):
+            kind = inspect.Parameter.KEYWORD_ONLY
+            options.setdefault(item.name, inspect.Parameter(item.name, kind, default=item.default))
+    return options
 
 
-def _option_parameters(registered: Registered) -> dict[str, inspect.Parameter]:
-    """Give the options a filter takes; a scoring one also takes ``keep``."""
-    factory = registered.factory
-    parameters = dict(inspect.signature(factory).parameters)
-    if _is_scoring(factory):
-        keep = inspect.Parameter(STAGE_OPTION_KEEP, inspect.Parameter.KEYWORD_ONLY, default=0.1, annotation="float")
-        parameters.setdefault(STAGE_OPTION_KEEP, keep)
-    return parameters
+def _type_of(registered: Registered, key: str) -> Any:
+    hints = {**typing.get_type_hints(Selection), **registered.hints()}
+    default = accepted_options(registered)[key].default
+    return hints.get(key, str if default in (None, inspect.Parameter.empty) else type(default))
 
 
-def _is_scoring(factory: Any) -> bool:
-    return hasattr(factory, "score") if inspect.isclass(factory) else True
+def convert(text: str, kind: Any, where: str, example: Any) -> Any:
+    """Convert the text of an option to a type: bool, int, float, str, ``Literal``, a tuple of one of them, or None.
 
-
-def _parse_value(text: Any, default: Any, where: str) -> Any:
-    """Convert the text of an option to the type of its default."""
-    kind = type(default)
-    word = str(text).strip()
-    try:
-        if kind is bool:
-            if word.lower() in ("true", "1", "yes", "on", "false", "0", "no", "off"):
-                return word.lower() in ("true", "1", "yes", "on")
-            raise ValueError
-        if kind is int:
-            number = float(word)
-            if number != int(number):
-                raise ValueError
-            return int(number)
-        if kind is float:
-            number = float(word.rstrip("%")) / (100.0 if word.endswith("%") else 1.0)
-            if number != number or number in (float("inf"), float("-inf")):
-                raise ValueError
-            return number
-    except (ValueError, OverflowError) as error:
-        expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        raise GradFilterError(
-            f"grad_filter_args: {where}={word} must be {expected}. Example: {where}={default}"
-        ) from error
-    return None if word.lower() == "none" else word
-
-
-def _parse_chain(names: str, words: Sequence[str], allow_code: bool, base: ChainSpec | None = None) -> ChainSpec:
-    """Parse stage names and ``key=value`` words into a chain; ``base`` gives names and options to start from."""
-    names = PRESETS.get(names, names)
-    stage_names = [part.strip() for part in names.split(",") if part.strip()] if names else []
-    if base is not None and not stage_names:
-        stage_names = [stage.name for stage in base.stages]
-    if len(set(stage_names)) != len(stage_names):
-        raise GradFilterError(f"grad_filter {names!r}: a stage is named twice. Name each stage once")
-    if "finite" in stage_names:
-        stage_names.sort(key=lambda name: name != "finite")  # it always comes first
-    registered = {name: resolve(name, allow_code) for name in stage_names}
-    accepted = {name: _option_parameters(found) for name, found in registered.items()}
-    values: dict[str, dict[str, Any]] = {name: {} for name in stage_names}
-    chain_values: dict[str, Any] = {}
-    if base is not None:
-        values |= {stage.name: dict(stage.options) for stage in base.stages if stage.name in values}
-        chain_values = dict(vars(base.options))
-    for word in words:
-        stage, key, text = _split_word(word, accepted)
-        if stage is None:
-            chain_values[key] = _parse_value(text, getattr(ChainOptions(), key), key)
-        else:
-            values[stage][key] = _parse_value(text, _default_of(accepted[stage][key]), key)
-    options = ChainOptions(**chain_values)
-    chain = ChainSpec(tuple(StageSpec(name, tuple(sorted(values[name].items()))) for name in stage_names), options)
-    for stage_spec in chain.stages:
-        _build_stage(stage_spec, allow_code)  # ranges are checked by building it
-    return chain
-
-
-def _default_of(parameter: inspect.Parameter) -> Any:
-    if parameter.default is not inspect.Parameter.empty and parameter.default is not None:
-        return parameter.default
-    return {"int": 0, "float": 0.0, "bool": False}.get(
-        str(getattr(parameter.annotation, "__name__", parameter.annotation)), ""
+    Raises:
+        GradFilterError: the text is no such value.
+    """
+    wrong = GradFilterError(
+        f"--grad_filter_args {where}={text}: give {_kind_words(kind)}. Example: {where}={_text(example)}"
     )
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        if type(None) in typing.get_args(kind) and text.lower() == "none":
+            return None
+        kind = next(one for one in typing.get_args(kind) if one is not type(None))
+    if typing.get_origin(kind) is Literal:
+        if text not in typing.get_args(kind):
+            raise wrong
+        return text
+    if typing.get_origin(kind) is tuple:
+        return tuple(convert(part, typing.get_args(kind)[0], where, example) for part in text.split(","))
+    if kind is bool:
+        if text.lower() not in ("true", "1", "yes", "false", "0", "no"):
+            raise wrong
+        return text.lower() in ("true", "1", "yes")
+    if kind not in (int, float):
+        return text
+    try:
+        number = float(text[:-1]) / 100.0 if text.endswith("%") else float(text)
+    except ValueError:
+        raise wrong from None
+    if not math.isfinite(number) or (kind is int and number != int(number)):
+        raise wrong
+    return kind(number)
 
 
-def _split_word(word: str, accepted: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, str, str]:
-    """Give (stage or None for the chain, key, text) of a ``key=value`` or ``stage.key=value`` word."""
-    left, equals, text = word.partition("=")
-    if not equals or not left or not text:
-        raise GradFilterError(f"grad_filter_args: {word!r} is not key=value. Example: --grad_filter_args keep=0.1")
-    chain_keys = list(vars(ChainOptions()))
-    for stage in accepted:  # a stage's own name may hold dots, so match whole names
-        if left.startswith(f"{stage}."):
-            key = left[len(stage) + 1 :]
-            if key in accepted[stage]:
-                return stage, key, text
-            known = ", ".join(accepted[stage]) or "none"
-            raise GradFilterError(
-                f"grad_filter_args: {stage} has no option {key!r}.{_suggest(key, accepted[stage])} Known: {known}"
-            )
-    owners = [stage for stage, keys in accepted.items() if left in keys]
-    if len(owners) > 1:
-        choices = " or ".join(f"{stage}.{left}={text}" for stage in owners)
-        raise GradFilterError(f"grad_filter_args: several stages have {left!r}. Write {choices}")
-    if owners:
-        return owners[0], left, text
-    if left in chain_keys:
-        return None, left, text
-    known_words = sorted({*chain_keys, *(key for keys in accepted.values() for key in keys)})
-    raise GradFilterError(
-        f"grad_filter_args: no option is called {left!r}.{_suggest(left, known_words)} Known: {', '.join(known_words)}"
-    )
+def _kind_words(kind: Any) -> str:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(_kind_words(one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is Literal:
+        return " or ".join(typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"{_kind_words(typing.get_args(kind)[0])}, several with commas"
+    names = {bool: "true or false", int: "a whole number", float: "a number", type(None): "none"}
+    return names.get(kind, "a word")
+
+
+# ------------------------------------------------------------------------------------------------------- parsing
 
 
 def parse_spec(
@@ -627,7 +860,7 @@ def parse_spec(
     """Read the three settings, however they arrive, and check every part of them.
 
     Args:
-        grad_filter: stages with commas, or a preset; empty, ``none`` or absent is off.
+        grad_filter: stages with commas, or a preset; empty, ``none`` or absent is off. Options may follow in the text.
         grad_filter_args: ``key=value`` words. grad_filter_targets: ``pattern=stages``, ``pattern=none`` or
             ``pattern:key=value`` words. allow_code: whether ``file.py:Name`` may be used.
 
@@ -637,51 +870,113 @@ def parse_spec(
     Raises:
         GradFilterError: an unknown name or a wrong value.
     """
-    names = ",".join(_words(grad_filter)) if not isinstance(grad_filter, str) else " ".join(_words(grad_filter))
-    words, target_words = _words(grad_filter_args), _words(grad_filter_targets)
-    if " " in names:  # "topk keep=0.1" in one string
-        names, *more = names.split(" ")
-        words = [*more, *words]
-    if names.lower() in OFF_WORDS:
+    names, words, target_words = _words(grad_filter), _words(grad_filter_args), _words(grad_filter_targets)
+    words = [word for word in names if "=" in word] + words  # "topk keep=0.1" in one text
+    stages = [part for word in names if "=" not in word for part in word.split(",") if part]
+    if not stages or [part.lower() for part in stages] in ([word] for word in OFF_WORDS):
         if words or target_words:
             raise GradFilterError(
-                f"grad_filter_args {' '.join([*words, *target_words])!r} without a filter. Example: --grad_filter topk"
+                f"--grad_filter_args {' '.join([*words, *target_words])}: no filter is on. Add --grad_filter"
             )
         return None
-    chain = _parse_chain(names, words, allow_code)
+    chain = parse_chain(stages, words, allow_code)
     return FilterSpec(
         chain, tuple(_parse_target(word, chain, allow_code) for word in target_words), tuple(target_words)
     )
 
 
+def parse_chain(
+    stages: Sequence[str], words: Sequence[str], allow_code: bool = True, options: ChainOptions | None = None
+) -> ChainSpec:
+    """Make a chain of stage names (or one preset's name) and ``key=value`` words, and check it by building it."""
+    _load_stages()
+    if len(stages) == 1 and stages[0] in PRESETS:
+        preset = PRESETS[stages[0]]
+        stages, words = preset.stages.split(","), [*preset.args, *words]
+    if len(set(stages)) != len(stages):
+        raise GradFilterError(f"--grad_filter {','.join(stages)}: a stage is named twice. Name each stage once")
+    ordered = sorted(stages, key=lambda name: name != "finite")  # it always comes first
+    for name in ordered:
+        resolve(name, allow_code)
+    empty = ChainSpec(tuple(StageSpec(name) for name in ordered), options or ChainOptions())
+    return _with_words(empty, words)
+
+
+def _with_words(chain: ChainSpec, words: Sequence[str]) -> ChainSpec:
+    """Change options of a chain; a key given twice in ``words`` is named in the log, the last one wins."""
+    found = {stage.name: resolve(stage.name) for stage in chain.stages}
+    values = {stage.name: dict(stage.options) for stage in chain.stages}
+    chain_values: dict[str, Any] = {}
+    seen: dict[tuple[str | None, str], str] = {}
+    for word in words:
+        stage, key, text = _owner(word, {name: accepted_options(one) for name, one in found.items()})
+        if seen.setdefault((stage, key), text) != text:
+            log.info("grad_filter: %s is given twice, %s=%s wins", key, key, text)
+        if stage is None:
+            example = getattr(ChainOptions(), key)
+            chain_values[key] = convert(text, typing.get_type_hints(ChainOptions)[key], key, example)
+        else:
+            default = accepted_options(found[stage])[key].default
+            example = 1 if default in (None, inspect.Parameter.empty) else default
+            values[stage][key] = convert(text, _type_of(found[stage], key), key, example)
+    stages = tuple(StageSpec(name, tuple(sorted(own.items()))) for name, own in values.items())
+    changed = ChainSpec(stages, replace(chain.options, **chain_values))
+    Chain(changed)  # filters check the ranges of their options when they are built
+    return changed
+
+
+def _owner(word: str, accepted: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, str, str]:
+    """Give (stage or None for the chain, key, text) of a ``key=value`` or ``stage.key=value`` word."""
+    left, equals, text = word.partition("=")
+    if not equals or not left or not text:
+        raise GradFilterError(f"--grad_filter_args: {word!r} is not key=value. Example: --grad_filter_args keep=0.1")
+    for stage in accepted:  # a stage's own name may hold dots, so compare whole names
+        if left.startswith(f"{stage}."):
+            key = left[len(stage) + 1 :]
+            if key not in accepted[stage]:
+                known = ", ".join(accepted[stage]) or "none"
+                near = _suggest(key, accepted[stage])
+                raise GradFilterError(f"--grad_filter_args: {stage} has no option {key!r}.{near} Known: {known}")
+            return stage, key, text
+    owners = [stage for stage, keys in accepted.items() if left in keys]
+    if len(owners) > 1:
+        choices = " or ".join(f"{stage}.{left}={text}" for stage in owners)
+        raise GradFilterError(f"--grad_filter_args {word}: several stages have {left}. Write {choices}")
+    if owners or left in vars(ChainOptions()):
+        return (owners[0] if owners else None), left, text
+    known_words = sorted({*vars(ChainOptions()), *(key for keys in accepted.values() for key in keys)})
+    near = _suggest(left, known_words)
+    raise GradFilterError(f"--grad_filter_args: no option is called {left!r}.{near} Known: {', '.join(known_words)}")
+
+
+def _accepts(chain: ChainSpec, word: str) -> bool:
+    left = word.partition("=")[0]
+    stages = {stage.name: accepted_options(resolve(stage.name)) for stage in chain.stages}
+    qualified = {f"{name}.{key}" for name, keys in stages.items() for key in keys}
+    return left in qualified or left in vars(ChainOptions()) or any(left in keys for keys in stages.values())
+
+
 def _parse_target(word: str, chain: ChainSpec, allow_code: bool) -> Target:
-    pattern, colon, setting = word.partition(":")
-    if colon and "=" in setting and "=" not in pattern:
-        return Target(pattern, _parse_chain("", setting.split(","), allow_code, base=chain))
-    pattern, equals, names = word.partition("=")
-    if not pattern or not equals:
-        raise GradFilterError(
-            f"grad_filter_targets: {word!r} is neither pattern=stages nor pattern:key=value. Example: te=none up:keep=0.5"
-        )
-    if names.lower() in OFF_WORDS:
-        return Target(pattern, None)
-    return Target(pattern, _parse_chain(names, [], allow_code, base=chain))
-
-
-def _build_stage(spec: StageSpec, allow_code: bool = True) -> tuple[GradFilter, float | None]:
-    registered = resolve(spec.name, allow_code)
-    options = dict(spec.options)
-    keep = None
-    if _is_scoring(registered.factory) and STAGE_OPTION_KEEP not in inspect.signature(registered.factory).parameters:
-        keep = options.pop(STAGE_OPTION_KEEP, 0.1)
-        _require(0.0 < keep <= 1.0, spec.name, "keep", keep, "in (0, 1]", "0.1")
-    return registered.factory(**options), keep
+    pattern, _, names = word.partition("=")
+    if ":" in pattern:  # pattern:key=value,key=value
+        pattern, _, settings = word.partition(":")
+        words = tuple(settings.split(","))
+        if pattern and all(words):
+            _with_words(chain, words)
+            return Target(pattern, words=words)
+    elif pattern and names.lower() in OFF_WORDS[1:]:
+        return Target(pattern)
+    elif pattern and names:
+        return Target(pattern, parse_chain(names.split(","), [], allow_code, chain.options))
+    raise GradFilterError(
+        f"--grad_filter_targets {word}: neither pattern=stages nor pattern:key=value. Example: te=none up:keep=0.5"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- targets
 
 
-@dataclass
+@dataclass(frozen=True)
 class Tags:
     """What a parameter is called; the trainer says it with :func:`tag_parameter`."""
 
@@ -696,57 +991,56 @@ def tag_parameter(param: Tensor, name: str, role: str = "", block: str = "") -> 
     Args:
         name: full name. role: ``down`` or ``up`` in a LoRA. block: block of the model, as IN08 or TE.
     """
-    param._grad_filter_tags = Tags(name, role, block)  # type: ignore[attr-defined]
-
-
-def _tags(param: Tensor) -> Tags:
-    return getattr(param, "_grad_filter_tags", None) or Tags()
+    param.grad_filter_tags = Tags(name, role, block)  # type: ignore[attr-defined]
 
 
 def matches(pattern: str, tags: Tags, group: int, index: int, shape: Sequence[int]) -> bool:
-    """Say whether a target pattern means this parameter.
+    """Say whether a target pattern means this parameter; ``%`` or ``*`` in it stands for anything.
 
-    A pattern is compared with the role (up, lora_up), the block (IN08), the part (unet, te), the group (group0), the
-    position (index3), the shape (16x320) and the name; ``%`` or ``*`` stands for anything, and a part of the name is
-    enough.
+    It is compared with the role (up, lora_up), the block (IN08), the group (group0), the position (index3), the shape
+    (16x320), the whole name, and runs of whole pieces of the name, which dots and underscores divide: ``unet``, ``te``
+    and ``down_blocks_0`` are pieces of LoRA names.
     """
     wanted = pattern.replace("%", "*").lower()
-    part = "te" if tags.name.startswith(("lora_te", "text")) else "unet" if tags.name else ""
-    words = [
-        tags.role,
-        f"lora_{tags.role}",
-        tags.block,
-        part,
-        f"group{group}",
-        f"index{index}",
-        "x".join(map(str, shape)),
-    ]
-    if any(word and fnmatch.fnmatchcase(word.lower(), wanted) for word in words):
+    size = "x".join(map(str, shape))
+    words = [tags.role, f"lora_{tags.role}", tags.block, f"group{group}", f"index{index}", size, tags.name]
+    if any(fnmatch.fnmatchcase(word.lower(), wanted) for word in words if word):
         return True
-    return bool(tags.name) and (fnmatch.fnmatchcase(tags.name.lower(), wanted) or wanted in tags.name.lower())
+    return re.search(rf"(^|[._]){re.escape(wanted)}($|[._])", tags.name.lower()) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------- engine
 
 
 class Stage:
-    """A stage ready to run: which of the three methods it offers, and what that method wants to know."""
+    """A stage ready to run: its filter, which of the three methods that offers, and what its methods ask for."""
 
     def __init__(self, spec: StageSpec):
         self.name = spec.name
-        self.filter, self.keep = _build_stage(spec)
-        if isinstance(self.filter, _FunctionFilter):
-            self.kind, method = "score_or_mask", self.filter.score_or_mask
-        else:
-            self.kind = next(kind for kind in KINDS if hasattr(self.filter, kind))
-            method = getattr(self.filter, self.kind)
-        self._method: Callable[..., Tensor] = method
-        self._wants = tuple(
-            k for k in inspect.signature(method).parameters if k in ("step", "index", "param", "context")
-        )
+        registered = resolve(spec.name)
+        own, selection = registered.options(), {item.name for item in fields(Selection)}
+        options = dict(spec.options)
+        missing = [k for k, item in own.items() if item.default is inspect.Parameter.empty and k not in options]
+        if missing:
+            raise GradFilterError(f"{self.name}: the option {missing[0]} has to be given. Example: {missing[0]}=1")
+        self.selection = Selection(**{k: v for k, v in options.items() if k in selection and k not in own})
+        try:
+            self.filter = registered.build({key: value for key, value in options.items() if key in own})
+        except GradFilterError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise GradFilterError(f"{self.name}: {error}") from error
+        self.kind = registered.kind
+        self._method = getattr(self.filter, "method", None) or getattr(self.filter, self.kind)
+        self._passed = getattr(self.filter, "passed", None)
+        self._asked = {
+            method: [word for word in inspect.signature(method).parameters if word in CALL_WORDS]
+            for method in (self._method, self._passed)
+            if method is not None
+        }
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
-        state = self.filter.init_state(param.detach()) if hasattr(self.filter, "init_state") else {}
+        state = self.filter.init_state(param) if hasattr(self.filter, "init_state") else {}
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 raise GradFilterError(
@@ -754,54 +1048,134 @@ class Stage:
                 )
         return state
 
-    def run(
-        self, grad: Tensor, state: dict[str, Tensor], facts: Mapping[str, Any]
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Give (new gradient, None) of a transform or (None, mask) of the others."""
-        result = self._method(grad, state, **{key: facts[key] for key in self._wants})
-        if not isinstance(result, Tensor) or result.shape != grad.shape:
+    def _call(self, method: Callable[..., Any], work: Work, **given: Any) -> Any:
+        known = {
+            "grad": work.input_of(self.kind),
+            "state": work.slot.buffers[self.name],
+            "context": work.context,
+            **given,
+        }
+        asked = self._asked[method]
+        return method(**{word: known[word] if word in known else getattr(work.context, word) for word in asked})
+
+    def run(self, work: Work) -> None:
+        """Run on one tensor: change its value or its mask."""
+        out = None
+        if "out" in self._asked[self._method]:
+            out = scratch(work.whole.shape, work.whole.dtype, "score", work.whole.device)
+        result = self._call(self._method, work, out=out)
+        if not isinstance(result, Tensor) or result.shape != work.whole.shape:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise GradFilterError(f"{self.name}: gave {got} for a gradient of shape {tuple(grad.shape)}")
+            raise GradFilterError(f"{self.name}: gave {got} for a gradient of shape {tuple(work.whole.shape)}")
         if self.kind == "transform":
-            return result, None
-        if self.kind == "mask" or result.dtype is torch.bool:
-            return None, result
-        nonnegative = self.filter.nonnegative_scores if isinstance(self.filter, GradFilter) else False
-        return None, select_largest(result.float(), keep_count(self.keep or 1.0, result.numel()), nonnegative)
+            work.replace(result.to(work.whole.dtype))
+            return
+        mask = result if result.dtype is torch.bool else self._select(result.to(work.whole.dtype), work)
+        passed = self._call(self._passed, work, mask=mask) if self._passed else None
+        work.restrict(mask, passed)
+
+    def _select(self, scores: Tensor, work: Work) -> Tensor:
+        if self.kind == "mask":
+            raise GradFilterError(f"{self.name}: mask() has to give bool, got {scores.dtype}")
+        rows, size = row_shape(scores.shape, self.selection.ndim if scores.dim() > 1 else None)
+        count = getattr(self.filter, "count", None)
+        wanted = count(size) if count else keep_count(self.selection.share(work.context.step), size)
+        bits = ordered_bits(scores.contiguous().view(rows, size), getattr(self.filter, "nonnegative", False))
+        return pass_largest(bits, wanted).view(scores.shape)
 
 
-@dataclass
 class Chain:
     """A chain ready to run."""
 
-    spec: ChainSpec
-    stages: list[Stage]
-    skips_non_finite: bool
+    def __init__(self, spec: ChainSpec):
+        self.spec = spec
+        self.options = spec.options
+        self.stages = [Stage(stage) for stage in spec.stages]
+        guards = [stage.filter for stage in self.stages if isinstance(stage.filter, Finite)]
+        self.skips_non_finite = not guards or guards[0].nan == "skip"
+        self.stages = [stage for stage in self.stages if not isinstance(stage.filter, Finite)]
 
-    @classmethod
-    def build(cls, spec: ChainSpec) -> Chain:
-        guards = [stage for stage in spec.stages if stage.name == "finite"]
-        skips = not guards or dict(guards[0].options).get("nan", "skip") == "skip"
-        return cls(spec, [Stage(stage) for stage in spec.stages], skips)
+
+class Work:
+    """One tensor on its way through a chain in one step. Nothing is changed in place: buffers may share the memory.
+
+    Attributes:
+        whole: the gradient after every transform. mask: entries that pass so far, None for all.
+    """
+
+    def __init__(self, slot: Slot, gradient: Tensor, policy: str):
+        self.slot, self.context = slot, slot.context
+        self.whole = self._start = gradient.to(work_dtype(gradient)).contiguous()
+        self.mask: Tensor | None = None
+        self._gradient = gradient
+        self._seen: Tensor | None = self.whole
+        self._zeroes = policy != "update"
+
+    @property
+    def seen(self) -> Tensor:
+        """What passes so far, zero elsewhere."""
+        if self._seen is None:
+            assert self.mask is not None
+            self._seen = masked(self.whole, self.mask)
+        return self._seen
+
+    def input_of(self, kind: str) -> Tensor:
+        """Give what a stage looks at: with ``policy=update`` transforms work on the whole gradient."""
+        return self.whole if kind == "transform" and not self._zeroes else self.seen
+
+    def replace(self, value: Tensor) -> None:
+        self.whole = value
+        self._seen = value if self.mask is None or self._zeroes else None
+
+    def restrict(self, mask: Tensor, passed: Tensor | None) -> None:
+        if self._zeroes and self.mask is not None:
+            self.whole = self.seen
+        self.mask = mask if self.mask is None else self.mask & mask
+        self._seen = passed
+
+    def write_back(self) -> None:
+        """Put into the parameter's gradient what its optimizer is to see."""
+        if not self._zeroes or self.mask is None:
+            if self.whole is not self._start:
+                self._gradient.copy_(self.whole)
+        elif self._seen is None and self.whole is self._start:
+            self._gradient.masked_fill_(self.mask.logical_not(), 0.0)
+        else:
+            self._gradient.copy_(self.seen)
 
 
 @dataclass
 class Slot:
-    """What is kept for one parameter: its chain, its buffers, how often it was filtered, and the running step's mask."""
+    """What is kept for one parameter: names, chain, buffers by stage, and what the running step must put back."""
 
     param: Tensor
     index: int
-    group: int
+    context: Context
     tags: Tags
     chain: Chain | None
     buffers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    step: int = 0
+    loaded: dict[str, Tensor] = field(default_factory=dict)
+    put_back: list[tuple[Any, Tensor]] = field(default_factory=list)
     mask: Tensor | None = None
-    before: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return self.tags.name or f"group{self.group}.index{self.index}"
+        return self.tags.name or f"group{self.context.group}.index{self.index}"
+
+    def prepare(self) -> None:
+        """Make the buffers at the first filtered step, when the parameter has its final type and device."""
+        if not self.buffers or self.loaded:
+            assert self.chain is not None
+            fresh = self.buffers or {stage.name: stage.init_state(self.param) for stage in self.chain.stages}
+            for key, saved in self.loaded.items():
+                stage, _, name = key.rpartition(".")
+                if stage in fresh:
+                    like = fresh[stage].get(name, saved)
+                    fresh[stage][name] = saved.to(self.param.device, like.dtype, copy=True)
+            self.buffers, self.loaded = fresh, {}
+
+    def exported(self) -> dict[str, Tensor]:
+        return self.loaded or {f"{stage}.{key}": t for stage, own in self.buffers.items() for key, t in own.items()}
 
 
 class Statistics:
@@ -813,306 +1187,294 @@ class Statistics:
     COLUMNS = 512
 
     def __init__(self) -> None:
-        self.stride = 1
-        self.steps: list[int] = []
-        self.kept: list[dict[int, Tensor]] = []
-        self._latest: dict[str, Tensor] = {}
         self.skipped_steps = 0
         self.zero_tensors = 0
+        self._columns: list[tuple[int, dict[int, Tensor]]] = []
+        self._stride = 1
+        self._recorded = 0
+        self._latest: dict[str, Tensor] = {}
 
-    def record(self, step: int, kept: dict[int, Tensor], sizes: dict[int, int], energy: tuple[Tensor, Tensor]) -> None:
-        """Remember the counts of passed entries of one step, by parameter position."""
-        if not kept:
+    def record(self, step: int, works: Sequence[Work]) -> None:
+        """Measure one step, before the results are written back."""
+        chosen = [work for work in works if work.mask is not None]
+        if not chosen:
             return
-        total = torch.stack([count.float() for count in kept.values()]).sum() / float(sum(sizes[i] for i in kept))
-        passed, whole = energy
-        self._latest = {"kept": total, "energy_kept": passed / whole.clamp(min=1e-30), "norm_before": whole.sqrt()}
-        self._latest["norm_after"] = passed.sqrt()
-        if len(self.steps) % self.stride == 0 or not self.steps or step % self.stride == 0:
-            self.steps.append(step)
-            self.kept.append({index: count.float() / sizes[index] for index, count in kept.items()})
-        if len(self.steps) > self.COLUMNS:
-            self.steps, self.kept, self.stride = self.steps[::2], self.kept[::2], self.stride * 2
+        kept = {work.slot.index: torch.count_nonzero(work.mask) for work in chosen}
+        sizes = {work.slot.index: work.whole.numel() for work in chosen}
+        before = torch.stack([work.whole.square().sum().float() for work in chosen]).sum()
+        after = torch.stack([work.seen.square().sum().float() for work in chosen]).sum()
+        self._latest = {
+            "kept": torch.stack(list(kept.values())).sum() / sum(sizes.values()),
+            "energy_kept": after / before.clamp(min=1e-30),
+            "norm_before": before.sqrt(),
+            "norm_after": after.sqrt(),
+        }
+        if self._recorded % self._stride == 0:
+            self._columns.append((step, {index: count / sizes[index] for index, count in kept.items()}))
+        self._recorded += 1
+        if len(self._columns) > self.COLUMNS:
+            self._columns, self._stride = self._columns[::2], self._stride * 2
 
     def scalars(self) -> dict[str, float]:
-        """Give the latest numbers under ``grad_filter/``; this waits for the device."""
-        latest = {f"grad_filter/{key}": float(value) for key, value in self._latest.items()}
-        self._latest = {}
-        if latest:
-            latest["grad_filter/skipped_steps"] = float(self.skipped_steps)
-        return latest
+        """Give what was measured since the last call, under ``grad_filter/``; this waits for the device."""
+        if not self._latest:
+            return {}
+        latest, self._latest = self._latest, {}
+        values = {f"grad_filter/{key}": float(value) for key, value in latest.items()}
+        return {**values, "grad_filter/skipped_steps": float(self.skipped_steps)}
 
     def density(self) -> tuple[list[int], dict[int, list[float]]]:
-        """Give the remembered steps and, by parameter position, the kept share at each of them (NaN where absent)."""
-        positions = sorted({index for column in self.kept for index in column})
-        rows = {i: [float(column[i]) if i in column else float("nan") for column in self.kept] for i in positions}
-        return self.steps, rows
+        """Give the remembered steps and, by position of the parameter, the kept share at each (NaN where absent)."""
+        positions = sorted({index for _, column in self._columns for index in column})
+        absent = float("nan")
+        rows = {i: [float(column.get(i, absent)) for _, column in self._columns] for i in positions}
+        return [step for step, _ in self._columns], rows
 
 
 # ------------------------------------------------------------------------------------------------------ attachment
 
-WEIGHT_LIKE_STATES = ("z",)  # schedule-free keeps a second copy of the weights there; it must stand still too
+# schedule-free optimizers keep a second copy of the weights there; at rest it must rest too, or the average drifts
+WEIGHT_LIKE_STATES = ("z",)
 
 
 class FilterHandle:
     """A filter attached to an optimizer. Made by :func:`attach`.
 
     Attributes:
-        spec: what was asked for. step: optimizer steps seen, left-out ones not counted.
+        spec: what was asked for. step: optimizer steps filtered or passed so far; left-out ones are not counted.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, spec: FilterSpec, in_backward: bool = False):
+    def __init__(self, optimizer: torch.optim.Optimizer, spec: FilterSpec, in_backward: bool):
         self.spec = spec
         self.step = 0
         self.statistics = Statistics()
-        self.context: dict[str, Any] = {}
         self._optimizer = optimizer
         self._in_backward = in_backward
-        self._chains: dict[str, Chain] = {}
-        self._slots: dict[Tensor, Slot] = {}
-        self._running: list[types.FrameType] = []
-        self._left_out: tuple[list[tuple[Tensor, Tensor]], list[dict[str, Any]]] | None = None
+        self._chains: dict[ChainSpec, Chain] = {}
+        self._slots: dict[int, Slot] = {}  # by id; a slot keeps its parameter alive
+        self._facts: dict[str, Any] = {}
+        self._frame: types.FrameType | None = None
+        self._left_out: _LeftOut | None = None
+        self._own: dict[str, Any] = {}
         self._removers: list[Any] = []
+        self._check_optimizer()
         self._install()
 
     # ------------------------------------------------------------------------------------------- on and off
+
+    def _check_optimizer(self) -> None:
+        for param in (param for group in self._optimizer.param_groups for param in group["params"]):
+            if hasattr(param, "device_mesh"):
+                raise GradFilterError("grad_filter: FSDP and DTensor parameters are not supported. Train without FSDP")
+        if self._in_backward:
+            late = [c.policy for c in self._chain_options() if c.policy != "zero"]
+            if late:
+                raise GradFilterError(
+                    f"grad_filter: policy={late[0]} cannot work with --fused_backward_pass, where no step ends. "
+                    f"Use policy=zero"
+                )
+        elif not hasattr(self._optimizer, "register_step_pre_hook"):
+            raise GradFilterError(f"grad_filter: {type(self._optimizer).__name__} has no step hooks of torch.optim")
+
+    def _chain_options(self) -> list[ChainOptions]:
+        chains = [self.spec.chain, *(target.chain for target in self.spec.targets)]
+        chains += [_with_words(self.spec.chain, target.words) for target in self.spec.targets]
+        return [chain.options for chain in chains if chain is not None]
 
     def _install(self) -> None:
         optimizer = self._optimizer
         if self._in_backward:
             for slot in self._all_slots():
-                hook = functools.partial(self._after_accumulation, slot)
+                hook = functools.partial(self._filter_in_backward, slot)
                 self._removers.append(slot.param.register_post_accumulate_grad_hook(hook))
         else:
             self._removers.append(optimizer.register_step_pre_hook(self._before_step))
             self._removers.append(optimizer.register_step_post_hook(self._after_step))
-        optimizer._grad_filter_handle = self  # type: ignore[attr-defined]
-        self._wrapped = {name: vars(optimizer).get(name) for name in ("state_dict", "load_state_dict")}
-        for name, function in (
-            ("state_dict", _state_dict),
-            ("load_state_dict", _load_state_dict),
-            ("__deepcopy__", _deepcopy),
-            ("__reduce_ex__", _refuse_pickling),
-        ):
+        self._own = {name: vars(optimizer)[name] for name in _OVERRIDES if name in vars(optimizer)}
+        for name, function in _OVERRIDES.items():  # bitsandbytes runs no state hooks, so its methods are overridden
             setattr(optimizer, name, types.MethodType(function, optimizer))
+        setattr(optimizer, HANDLE_ATTRIBUTE, self)
 
     def detach(self) -> None:
         """Leave the optimizer exactly as it was before :func:`attach`."""
         for remover in self._removers:
             remover.remove()
         self._removers = []
-        for name in ("state_dict", "load_state_dict", "__deepcopy__", "__reduce_ex__"):
+        for name in (*_OVERRIDES, HANDLE_ATTRIBUTE):
             vars(self._optimizer).pop(name, None)
-            if self._wrapped.get(name) is not None:
-                setattr(self._optimizer, name, self._wrapped[name])
-        vars(self._optimizer).pop("_grad_filter_handle", None)
+        vars(self._optimizer).update(self._own)
 
-    def original(self, name: str) -> Callable[..., Any]:
-        """Give the optimizer's own method that the filter stands in front of."""
-        return self._wrapped[name] or types.MethodType(getattr(type(self._optimizer), name), self._optimizer)
+    def bare(self, name: str) -> Callable[..., Any]:
+        """Give the optimizer's own method of that name, which the filter stands in front of."""
+        return self._own.get(name) or types.MethodType(getattr(type(self._optimizer), name), self._optimizer)
 
     # ----------------------------------------------------------------------------------------------- slots
 
     def _all_slots(self) -> list[Slot]:
-        index = 0
-        slots = []
-        for group_number, group in enumerate(self._optimizer.param_groups):
-            for param in group["params"]:
-                if param not in self._slots:
-                    self._slots[param] = self._new_slot(param, index, group_number)
-                slots.append(self._slots[param])
-                index += 1
-        return slots
+        """Give a slot for every parameter in the optimizer's order; groups may have been added."""
+        places = [(n, param) for n, group in enumerate(self._optimizer.param_groups) for param in group["params"]]
+        for index, (group, param) in enumerate(places):
+            if id(param) not in self._slots:
+                self._slots[id(param)] = self._new_slot(param, index, group)
+        return [self._slots[id(param)] for _, param in places]
 
     def _new_slot(self, param: Tensor, index: int, group: int) -> Slot:
-        tags = _tags(param)
-        chain: ChainSpec | None = self.spec.chain
-        for target in self.spec.targets:
-            if matches(target.pattern, tags, group, index, param.shape):
-                chain = target.chain
-        if chain is not None and param.numel() < chain.options.min_numel:
-            chain = None
-        if chain is None:
-            return Slot(param, index, group, tags, None)
-        built = self._chains.setdefault(chain.canonical(), Chain.build(chain))
-        if self._in_backward and chain.options.policy != "zero":
-            raise GradFilterError(
-                f"grad_filter: policy={chain.options.policy} cannot work with --fused_backward_pass, where no step "
-                f"ends. Use policy=zero"
-            )
-        return Slot(param, index, group, tags, built)
+        tags: Tags = getattr(param, "grad_filter_tags", Tags())
+        spec = self.spec.chain_for(lambda pattern: matches(pattern, tags, group, index, param.shape))
+        if spec is not None and param.numel() < spec.options.min_numel:
+            spec = None
+        if spec is not None and spec not in self._chains:
+            self._chains[spec] = Chain(spec)
+        context = Context(param.detach(), index, name=tags.name, role=tags.role, block=tags.block, group=group)
+        return Slot(param, index, context, tags, self._chains[spec] if spec else None)
 
     # ------------------------------------------------------------------------------------------------ steps
 
     def set_context(self, **facts: Any) -> None:
-        """Tell filters what this step is about: total_steps, timesteps and losses of its samples, and the like."""
-        self.context = facts
+        """Tell filters what the coming step is about: total_steps, micro_steps, timesteps, losses."""
+        unknown = [name for name in facts if name not in FROM_TRAINER]
+        if unknown:
+            raise GradFilterError(f"set_context: {unknown[0]!r} is not known. Known: {', '.join(FROM_TRAINER)}")
+        self._facts = facts
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        if self._is_inside(frame):
-            return None  # a subclass that calls its parent's step
-        self._running.append(frame)
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        caller = sys._getframe(1)
+        if self._is_running(caller):
+            return None  # a subclass calls its parent's step
+        self._frame = caller
         self._left_out = None
+        for slot in self._slots.values():
+            slot.mask, slot.put_back = None, []
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
             self._filter_all()
             return None
 
-        calls = 0
-
-        def closure_then_filter() -> Any:
-            nonlocal calls
+        def closure_and_filter() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            calls += 1
-            self._filter_all(first=calls == 1)
+            self._filter_all()
             return loss
 
-        return (
-            ((args[0], closure_then_filter, *args[2:]), kwargs)
-            if len(args) > 1
-            else (args, {**kwargs, "closure": closure_then_filter})
-        )
+        if len(args) > 1:
+            return (args[0], closure_and_filter, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_and_filter}
 
-    def _is_inside(self, frame: types.FrameType | None) -> bool:
-        """Say whether a step that began is still on the stack; a step that raised is not, and is forgotten."""
-        stack = set()
-        while frame is not None:
-            stack.add(id(frame))
+    def _is_running(self, frame: types.FrameType | None) -> bool:
+        """Say whether the step that began is still on the stack; one that raised is not, and is forgotten."""
+        while frame is not None and self._frame is not None:
+            if frame is self._frame:
+                return True
             frame = frame.f_back
-        self._running = [running for running in self._running if id(running) in stack]
-        return bool(self._running)
+        return False
 
     @torch.no_grad()
-    def _filter_all(self, first: bool = True) -> None:
+    def _filter_all(self) -> None:
         slots = [slot for slot in self._all_slots() if slot.param.grad is not None]
-        scale, overflow = self._scaler_facts()
-        if overflow or not slots:
+        if not slots or not self._unscale(slots):
             return
-        largest = _largest_entries([slot.param.grad for slot in slots])  # one wait for the device a step
-        finite = [value == value and value != float("inf") for value in largest]
-        if any(slot.chain and slot.chain.skips_non_finite for slot, fine in zip(slots, finite) if not fine):
-            bad = next(slot.name for slot, fine in zip(slots, finite) if not fine)
-            self._leave_step_out(bad)
+        largest = _largest_entries([slot.param.grad for slot in slots])  # the one wait for the device in a step
+        bad = [slot for slot, value in zip(slots, largest) if not math.isfinite(value)]
+        if bad and any(slot.chain is None or slot.chain.skips_non_finite for slot in bad):
+            self._leave_step_out(slots, bad[0])
             return
-        log_step = self.step % self.spec.chain.options.log_every == 0
-        kept: dict[int, Tensor] = {}
-        energies: list[tuple[Tensor, Tensor]] = []
+        for slot in bad:
+            slot.param.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        measured = self.step % self.spec.chain.options.log_every == 0
+        works = []
         for slot, value in zip(slots, largest):
-            if slot.chain is None:
-                continue
             if value == 0.0:
                 self.statistics.zero_tensors += 1
-            elif slot.chain.spec.options.active(self.step):
-                count, energy = self._filter_one(slot, scale, log_step)
-                if log_step and count is not None:
-                    kept[slot.index] = count
-                    energies.append(energy)
-        if log_step and energies:
-            sizes = {slot.index: slot.param.numel() for slot in slots}
-            passed, whole = (torch.stack(list(part)).sum() for part in zip(*energies))
-            self.statistics.record(self.step, kept, sizes, (passed, whole))
-        if first:
-            self.step += 1
+            elif slot.chain is not None and slot.chain.options.active(self.step):
+                works.append(self._filter_one(slot, slot.chain, slot.param.grad))
+        if measured:
+            self.statistics.record(self.step, works)
+        for work in works:
+            work.write_back()
+        self.step += 1
 
-    def _scaler_facts(self) -> tuple[Tensor | None, bool]:
-        """Read what a GradScaler left on a fused optimizer: the scale still on the gradients, and an overflow."""
-        scale = getattr(self._optimizer, "grad_scale", None)
-        found_inf = getattr(self._optimizer, "found_inf", None)
-        return scale, bool(found_inf is not None and float(found_inf))
+    def _unscale(self, slots: Sequence[Slot]) -> bool:
+        """Undo what a GradScaler leaves to an optimizer with ``fused=True``; give False at an overflow."""
+        found_inf, scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        if found_inf is not None and float(found_inf):
+            return False
+        if scale is not None:
+            inverse = 1.0 / float(scale)
+            for slot in slots:
+                slot.param.grad.mul_(inverse)
+            self._optimizer.grad_scale = None  # type: ignore[attr-defined]
+        return True
 
-    def _filter_one(
-        self, slot: Slot, scale: Tensor | None, measure: bool
-    ) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
-        """Run a parameter's chain and put the result into its gradient; give counts for the statistics."""
-        assert slot.chain is not None and slot.param.grad is not None
-        policy = slot.chain.spec.options.policy
-        gradient = slot.param.grad
+    def _filter_one(self, slot: Slot, chain: Chain, gradient: Tensor) -> Work:
         if gradient.is_sparse:
-            raise GradFilterError(f"grad_filter: the gradient of {slot.name} is sparse. Exclude it: {slot.name}=none")
-        work = gradient.float() if scale is None else gradient.float() / scale
-        start = work
-        if not slot.buffers:
-            slot.buffers = {stage.name: stage.init_state(slot.param) for stage in slot.chain.stages}
-        facts = {"step": slot.step, "index": slot.index, "param": slot.param.detach(), "context": self.context}
-        mask: Tensor | None = None
-        for stage in slot.chain.stages:
-            new, stage_mask = stage.run(work, slot.buffers[stage.name], facts)
-            if new is not None:
-                work = new
-            elif stage_mask is not None:
-                mask = stage_mask if mask is None else mask & stage_mask
-                if policy == "zero":
-                    work = torch.where(stage_mask, work, torch.zeros((), dtype=work.dtype, device=work.device))
-        slot.step += 1
-        if work is not start:
-            gradient.copy_(work if scale is None else work * scale)
-        if mask is not None and policy == "update":
-            self._remember(slot, mask)
-        if not measure or mask is None:
-            return None, (start.new_zeros(()), start.new_zeros(()))
-        whole = work if policy == "update" else start
-        return mask.sum(), (torch.where(mask, whole, 0.0).square().sum(), whole.square().sum())
+            raise GradFilterError(
+                f"grad_filter: the gradient of {slot.name} is sparse. Leave it out with --grad_filter_targets "
+                f"{slot.name}=none"
+            )
+        slot.prepare()
+        context, group = slot.context, self._optimizer.param_groups[slot.context.group]
+        context.lr, context.moments = group["lr"], self._optimizer.state.get(slot.param, {})
+        for name, value in self._facts.items():
+            setattr(context, name, value)
+        work = Work(slot, gradient, chain.options.policy)
+        for stage in chain.stages:
+            stage.run(work)
+        context.step += 1
+        if work.mask is not None and chain.options.policy == "update":
+            self._remember(slot, work.mask)
+        return work
 
     def _remember(self, slot: Slot, mask: Tensor) -> None:
         slot.mask = mask
+        before = slot.param.detach().clone()
+        slot.put_back = [(None, before)]
         state = self._optimizer.state.get(slot.param, {})
-        slot.before = {"weight": slot.param.detach().clone()}
         for name in WEIGHT_LIKE_STATES:
-            if isinstance(state.get(name), Tensor):
-                slot.before[name] = state[name].clone()
+            if "weight_sum" in self._optimizer.param_groups[slot.context.group]:
+                # before its first step the optimizer has no copy yet, which then starts as the weights
+                slot.put_back.append((name, state[name].clone() if name in state else before))
 
-    def _leave_step_out(self, bad: str) -> None:
-        """Hide every gradient from the optimizer, so that it changes nothing; :meth:`_after_step` brings them back."""
-        self.statistics.skipped_steps += 1
-        log.warning("grad_filter: the gradient of %s is not finite, this step is left out", bad)
-        gradients = [(slot.param, slot.param.grad) for slot in self._all_slots() if slot.param.grad is not None]
-        groups = [{k: copy.copy(v) for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
-        for param, _ in gradients:
-            param.grad = None
-        self._left_out = (gradients, groups)
+    def _leave_step_out(self, slots: Sequence[Slot], bad: Slot) -> None:
+        count = self.statistics.skipped_steps = self.statistics.skipped_steps + 1
+        if count & (count - 1) == 0:  # at 1, 2, 4, 8, ...: every one of them would drown the log
+            log.warning(
+                "grad_filter: the gradient of %s is not finite; the step is left out (%d so far)", bad.name, count
+            )
+        self._left_out = _LeftOut(self._optimizer, [slot.param for slot in slots])
 
-    @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._running or sys._getframe(1) is not self._running[-1]:
+        if sys._getframe(1) is not self._frame:
             return
-        self._running.pop()
+        self._frame = None
         if self._left_out is not None:
-            gradients, groups = self._left_out
-            for param, gradient in gradients:
-                param.grad = gradient
-            for group, values in zip(optimizer.param_groups, groups):
-                group.update(values)  # counters that advance without any gradient
+            self._left_out.restore(optimizer)
             self._left_out = None
-        for slot in self._slots.values():
-            if slot.mask is not None:
-                self._put_back(slot)
-
-    def _put_back(self, slot: Slot) -> None:
-        assert slot.mask is not None
-        slot.param.copy_(torch.where(slot.mask, slot.param, slot.before["weight"]))
-        state = self._optimizer.state.get(slot.param, {})
-        for name in WEIGHT_LIKE_STATES:
-            now = state.get(name)
-            if isinstance(now, Tensor) and now.shape == slot.param.shape:
-                # before its first step the optimizer has no copy yet; it starts as the weights
-                now.copy_(torch.where(slot.mask, now, slot.before.get(name, slot.before["weight"]).to(now.dtype)))
-        slot.mask, slot.before = None, {}
+        with torch.no_grad():
+            for slot in self._slots.values():
+                for name, before in slot.put_back:
+                    now = slot.param.detach() if name is None else optimizer.state[slot.param][name]
+                    torch.where(slot.mask, now, before.to(now.dtype), out=now) if now.is_contiguous() else now.copy_(
+                        torch.where(slot.mask, now, before.to(now.dtype))
+                    )
+                slot.mask, slot.put_back = None, []
 
     @torch.no_grad()
-    def _after_accumulation(self, slot: Slot, param: Tensor) -> None:
-        """Filter one parameter inside the backward pass, where no step is called."""
-        if slot.chain is None or param.grad is None or not slot.chain.spec.options.active(slot.step):
+    def _filter_in_backward(self, slot: Slot, param: Tensor) -> None:
+        """Filter one parameter as soon as its gradient is complete; the trainer's own hook comes after this one."""
+        gradient = param.grad
+        if slot.chain is None or gradient is None:
             return
-        largest = _largest_entries([param.grad])[0]
-        if largest != largest or largest == float("inf"):
+        largest = _largest_entries([gradient])[0]
+        if not math.isfinite(largest):
             if slot.chain.skips_non_finite:
                 self.statistics.skipped_steps += 1
                 param.grad = None
                 return
-        if largest != 0.0:
-            self._filter_one(slot, None, measure=False)
+            gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        if largest and slot.chain.options.active(slot.context.step):
+            self._filter_one(slot, slot.chain, gradient).write_back()
+        else:
+            slot.context.step += 1
 
     # ------------------------------------------------------------------------------------------ saved state
 
@@ -1122,81 +1484,79 @@ class FilterHandle:
             {
                 "name": slot.tags.name,
                 "shape": list(slot.param.shape),
-                "step": slot.step,
-                "buffers": {f"{stage}.{key}": t for stage, own in slot.buffers.items() for key, t in own.items()},
+                "step": slot.context.step,
+                "buffers": slot.exported(),
             }
             for slot in self._all_slots()
         ]
-        return {
-            "version": STATE_VERSION,
-            "spec": self.spec.canonical(),
-            "step": self.step,
-            "skipped_steps": self.statistics.skipped_steps,
-            "params": params,
-        }
+        counters = {"skipped_steps": self.statistics.skipped_steps, "zero_tensors": self.statistics.zero_tensors}
+        spec = self.spec.canonical()
+        return {"version": STATE_VERSION, "spec": spec, "step": self.step, "counters": counters, "params": params}
 
     def import_state(self, saved: Mapping[str, Any]) -> None:
-        """Take over a saved state; what does not fit starts fresh, with one line that says so."""
-        if saved["spec"] != self.spec.canonical():
-            log.warning(
-                "grad_filter: the state was written with %r, %r is in force; buffers that differ start fresh",
-                saved["spec"],
-                self.spec.canonical(),
+        """Take over a saved state; what does not fit starts fresh, and one line says so."""
+        if saved["version"] > STATE_VERSION:
+            raise GradFilterError(
+                f"grad_filter: the state has version {saved['version']}, this file reads {STATE_VERSION}"
             )
         self.step = saved["step"]
-        self.statistics.skipped_steps = saved["skipped_steps"]
-        fresh = []
+        self.statistics.skipped_steps = saved["counters"]["skipped_steps"]
+        self.statistics.zero_tensors = saved["counters"]["zero_tensors"]
         slots = self._all_slots()
-        for slot, entry in zip(slots, saved["params"]):
-            if list(slot.param.shape) != entry["shape"] or (
-                slot.tags.name and entry["name"] not in ("", slot.tags.name)
-            ):
-                fresh.append(slot.name)
-                continue
-            slot.step = entry["step"]
-            slot.buffers = self._fitting_buffers(slot, entry["buffers"]) if slot.chain and entry["buffers"] else {}
-        fresh += [slot.name for slot in slots[len(saved["params"]) :]]
+        entries = [*saved["params"], *[None] * (len(slots) - len(saved["params"]))]
+        fresh = [slot.name for slot, entry in zip(slots, entries) if not self._import_slot(slot, entry)]
+        notes = []
+        if saved["spec"] != self.spec.canonical():
+            notes.append(f"it was written with {saved['spec']!r}, {self.spec.canonical()!r} is in force")
         if fresh:
-            log.warning(
-                "grad_filter: the state does not fit %d tensors (first %s), they start fresh", len(fresh), fresh[0]
-            )
+            notes.append(f"{len(fresh)} of {len(slots)} tensors start fresh, the first is {fresh[0]}")
+        if notes:
+            log.warning("grad_filter: the loaded state differs: %s", "; ".join(notes))
 
-    def _fitting_buffers(self, slot: Slot, saved: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        assert slot.chain is not None
-        buffers = {stage.name: stage.init_state(slot.param) for stage in slot.chain.stages}
-        for stage, own in buffers.items():
-            for key, tensor in own.items():
-                value = saved.get(f"{stage}.{key}")
-                if value is not None and value.shape == tensor.shape:
-                    own[key] = value.detach().to(tensor.device, tensor.dtype, copy=True)
-        return buffers
+    def _import_slot(self, slot: Slot, entry: Mapping[str, Any] | None) -> bool:
+        """Take over one parameter; give False when something that is needed does not fit."""
+        slot.buffers, slot.loaded, slot.context.step = {}, {}, 0
+        if (
+            entry is None
+            or entry["shape"] != list(slot.param.shape)
+            or (slot.tags.name and entry["name"] and slot.tags.name != entry["name"])
+        ):
+            return False
+        slot.context.step = entry["step"]
+        stages = [stage.name for stage in slot.chain.stages] if slot.chain else []
+        slot.loaded = {k: t.clone() for k, t in entry["buffers"].items() if k.rpartition(".")[0] in stages}
+        missing = [s for s in stages if not any(key.startswith(f"{s}.") for key in slot.loaded)]
+        probe = slot.param.detach()[:0] if slot.param.dim() else slot.param.detach()
+        needs = [stage for stage in (slot.chain.stages if slot.chain else []) if stage.name in missing]
+        return entry["step"] == 0 or not any(stage.init_state(probe) for stage in needs)
 
     # ---------------------------------------------------------------------------------------------- reports
 
     def plan(self) -> list[str]:
-        """Give lines for the start of a run: what is filtered how, what passes, what memory it takes."""
+        """Give lines for the start of a run: what is filtered how, what passes untouched, what memory it takes."""
         slots = self._all_slots()
         by_chain: dict[str, list[Slot]] = {}
         for slot in slots:
             by_chain.setdefault(slot.chain.spec.canonical() if slot.chain else "", []).append(slot)
         lines = []
-        for chain, members in by_chain.items():
+        for text, members in sorted(by_chain.items(), reverse=True):
             entries = sum(slot.param.numel() for slot in members)
-            if not chain:
-                lines.append(f"grad_filter: {len(members)} tensors ({entries} entries) pass untouched")
-                continue
-            built = members[0].chain
-            assert built is not None
-            probe = torch.zeros(1)
-            buffers = sum(t.element_size() for stage in built.stages for t in stage.init_state(probe).values())
-            extra = buffers * entries / 1e6
-            lines.append(
-                f"grad_filter: {chain} on {len(members)} tensors, {entries} entries, {extra:.1f} MB of buffers"
-            )
+            what = f"{len(members)} tensors, {entries} entries"
+            if text:
+                lines.append(f"grad_filter: {text} on {what}; buffers {_megabytes(members)}")
+            else:
+                names = ", ".join(slot.name for slot in members[:3]) + (", ..." if len(members) > 3 else "")
+                lines.append(f"grad_filter: {what} pass untouched: {names}")
+        for target in self.spec.targets:
+            if not any(self._means(target.pattern, slot) for slot in slots):
+                lines.append(f"grad_filter: the target {target.pattern} matches no tensor")
         return lines
 
+    def _means(self, pattern: str, slot: Slot) -> bool:
+        return matches(pattern, slot.tags, slot.context.group, slot.index, slot.param.shape)
+
     def scalars(self) -> dict[str, float]:
-        """Give the numbers of the latest logged step under ``grad_filter/``, empty between them."""
+        """Give the numbers of the latest logged step under ``grad_filter/``, empty when none is new."""
         return self.statistics.scalars()
 
     def metadata(self) -> dict[str, str]:
@@ -1204,75 +1564,129 @@ class FilterHandle:
         return self.spec.metadata()
 
     def save_pictures(self, folder: Path) -> list[Path]:
-        """Draw the kept share of every tensor over the steps; needs matplotlib and grad_filter_plots beside this file."""
+        """Draw what was let through; needs matplotlib and grad_filter_plots.py beside this file.
+
+        Returns:
+            The PNG files made, none when nothing was measured.
+        """
         steps, rows = self.statistics.density()
         if not steps:
             return []
-        from library import grad_filter_plots
-
+        plots = importlib.import_module(f"{__package__}.grad_filter_plots" if __package__ else "grad_filter_plots")
         names = {slot.index: slot.name for slot in self._all_slots()}
-        title = self.spec.canonical()
-        return [
-            grad_filter_plots.density_map(folder / "density.png", steps, {names[i]: r for i, r in rows.items()}, title)
-        ]
+        return plots.save_all(Path(folder), steps, {names[i]: row for i, row in rows.items()}, self.spec.canonical())
 
 
 def _largest_entries(gradients: Sequence[Tensor]) -> list[float]:
     """Give the largest magnitude in each gradient, NaN or Inf where it holds one, with one wait for each device."""
-    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    maxima = [
-        gradient.abs().max().float() if gradient.numel() else gradient.new_zeros((), dtype=torch.float32)
-        for gradient in dense
-    ]
-    if len({maximum.device for maximum in maxima}) == 1:
-        return torch.stack(maxima).tolist()
-    return [float(maximum) for maximum in maxima]
+    found: list[Tensor] = []
+    for gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if not values.numel():
+            found.append(torch.zeros((), device=values.device))
+            continue
+        low, high = torch.aminmax(values)  # both are NaN when one entry is
+        found.append(torch.maximum(-low, high).float())
+    if len({maximum.device for maximum in found}) == 1:
+        return torch.stack(found).tolist()
+    return [float(maximum) for maximum in found]
+
+
+def _megabytes(slots: Sequence[Slot]) -> str:
+    total = 0
+    for slot in slots:
+        assert slot.chain is not None
+        meta = torch.empty(slot.param.shape, dtype=slot.param.dtype, device="meta")
+        try:
+            kept = [t for stage in slot.chain.stages for t in stage.init_state(meta).values()]
+        except (RuntimeError, NotImplementedError):  # a filter of one's own may look at the values
+            return "of unknown size"
+        total += sum(t.numel() * t.element_size() for t in kept)
+    return f"{total / 1e6:.1f} MB"
+
+
+class _LeftOut:
+    """Hides every gradient for one step and takes back whatever the optimizer counted during it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]):
+        self._gradients = [(param, param.grad) for param in params]
+        self._groups = [{k: _copied(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self._states = {param: {k: _copied(v) for k, v in own.items()} for param, own in optimizer.state.items()}
+        for param in params:
+            param.grad = None
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        for param, gradient in self._gradients:
+            param.grad = gradient
+        for group, before in zip(optimizer.param_groups, self._groups):
+            _restore(group, {"params": group["params"], **before})
+        for param in list(optimizer.state):
+            if param in self._states:
+                _restore(optimizer.state[param], self._states[param])
+            else:
+                del optimizer.state[param]
+
+
+def _copied(value: Any) -> Any:
+    """Copy counters; tensors with more than one entry belong to parameters, which rest without their gradients."""
+    return value.clone() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _restore(now: dict[str, Any], before: Mapping[str, Any]) -> None:
+    for key in [key for key in now if key not in before]:
+        del now[key]
+    for key, value in before.items():
+        if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and now[key] is not value:
+            now[key].copy_(value)
+        else:
+            now[key] = value
 
 
 def _state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    handle = optimizer._grad_filter_handle
-    content = handle.original("state_dict")(*args, **kwargs)
-    content[STATE_KEY] = handle.export_state()
-    return content
+    handle: FilterHandle = getattr(optimizer, HANDLE_ATTRIBUTE)
+    return {**handle.bare("state_dict")(*args, **kwargs), STATE_KEY: handle.export_state()}
 
 
-def _load_state_dict(optimizer: Any, state_dict: dict[str, Any]) -> Any:
-    handle = optimizer._grad_filter_handle
+def _load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> Any:
+    handle: FilterHandle = getattr(optimizer, HANDLE_ATTRIBUTE)
     rest = {key: value for key, value in state_dict.items() if key != STATE_KEY}
-    result = handle.original("load_state_dict")(rest)
-    saved = state_dict.get(STATE_KEY)
-    if saved is None:
-        log.warning("grad_filter: the loaded state was written without a filter, its buffers start fresh")
-    elif saved.get("version", 0) > STATE_VERSION:
-        raise GradFilterError(f"grad_filter: the state has version {saved['version']}, this file reads {STATE_VERSION}")
+    result = handle.bare("load_state_dict")(rest)
+    if STATE_KEY in state_dict:
+        handle.import_state(state_dict[STATE_KEY])
     else:
-        handle.import_state(saved)
+        log.warning("grad_filter: the loaded state was written without a filter; its buffers start fresh")
     return result
+
+
+def _reduce(optimizer: Any, protocol: Any) -> Any:
+    """Make copies and pickles of an optimizer keep its filter; torch's own forget everything that is attached."""
+    handle: FilterHandle = getattr(optimizer, HANDLE_ATTRIBUTE)
+    plain = type(optimizer).__reduce_ex__(optimizer, protocol)
+    return _rebuild, (plain[:3], handle.spec, handle._in_backward, handle.export_state())
+
+
+def _rebuild(plain: tuple[Any, ...], spec: FilterSpec, in_backward: bool, saved: dict[str, Any]) -> Any:
+    function, arguments, state = plain
+    optimizer = function(*arguments)
+    optimizer.__setstate__(state)
+    attach(optimizer, spec, in_backward=in_backward).import_state(saved)
+    return optimizer
+
+
+_OVERRIDES: dict[str, Callable[..., Any]] = {
+    "state_dict": _state_dict,
+    "load_state_dict": _load_state_dict,
+    "__reduce_ex__": _reduce,
+}
 
 
 def report_unused_state(state_dict: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Say in one line that a state's filter buffers are not used, because no filter is attached."""
     if STATE_KEY in state_dict and handle_of(optimizer) is None:
-        log.warning("grad_filter: the loaded state holds buffers of %r, no filter is on", state_dict[STATE_KEY]["spec"])
-
-
-def _deepcopy(optimizer: Any, memo: dict[int, Any]) -> Any:
-    handle: FilterHandle = optimizer._grad_filter_handle
-    handle.detach()
-    try:
-        clone = copy.deepcopy(optimizer, memo)
-    finally:
-        handle._install()
-    copied = FilterHandle(clone, handle.spec, handle._in_backward)
-    copied.import_state(copy.deepcopy(handle.export_state()))
-    memo[id(optimizer)] = clone
-    return clone
-
-
-def _refuse_pickling(optimizer: Any, protocol: int) -> Any:
-    raise GradFilterError(
-        "grad_filter: an optimizer with a filter cannot be pickled, its buffers would be lost. Save optimizer.state_dict()"
-    )
+        log.warning(
+            "grad_filter: the loaded state has buffers of the filter %r; no filter is on, they are not used",
+            state_dict[STATE_KEY]["spec"],
+        )
 
 
 def attach(optimizer: torch.optim.Optimizer, spec: FilterSpec | str, *, in_backward: bool = False) -> FilterHandle:
@@ -1283,40 +1697,38 @@ def attach(optimizer: torch.optim.Optimizer, spec: FilterSpec | str, *, in_backw
         in_backward: the trainer never calls ``step``; filter each gradient as soon as it is complete.
 
     Raises:
-        GradFilterError: a filter is attached already, or ``spec`` is wrong or off.
+        GradFilterError: a filter is attached already, or ``spec`` is wrong or off, or cannot work here.
     """
     if handle_of(optimizer) is not None:
-        raise GradFilterError("grad_filter: this optimizer has a filter already. Call its handle's detach() first")
+        raise GradFilterError("grad_filter: this optimizer has a filter already. Call detach() of its handle first")
     parsed = parse_spec(spec) if isinstance(spec, str) else spec
     if parsed is None:
-        raise GradFilterError(
-            "grad_filter: the specification is off, there is nothing to attach. Example: topk keep=0.1"
-        )
+        raise GradFilterError("grad_filter: the filter is off, there is nothing to attach. Example: topk keep=0.1")
     return FilterHandle(optimizer, parsed, in_backward)
 
 
 def handle_of(optimizer: Any) -> FilterHandle | None:
-    """Give the handle of the filter on an optimizer, None without one."""
-    return getattr(optimizer, "_grad_filter_handle", None)
+    """Give the handle of the filter on an optimizer, also through accelerate's wrapper; None without one."""
+    return getattr(optimizer, HANDLE_ATTRIBUTE, None) or getattr(
+        getattr(optimizer, "optimizer", None), HANDLE_ATTRIBUTE, None
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ decorators
+
+SETTINGS = ("grad_filter", "grad_filter_args", "grad_filter_targets")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the filter's options to a parser."""
     parser.add_argument(
-        "--grad_filter", type=str, default=None, help="gradient filter: stages with commas or a preset, e.g. topk"
+        "--grad_filter", type=str, default=None, help="gradient filter: stages with commas, or a preset; e.g. topk"
     )
     parser.add_argument(
-        "--grad_filter_args", type=str, nargs="*", default=None, help="filter options, e.g. keep=0.1 policy=update"
+        "--grad_filter_args", type=str, nargs="*", default=None, help="its options, e.g. keep=0.1 policy=update"
     )
     parser.add_argument(
-        "--grad_filter_targets",
-        type=str,
-        nargs="*",
-        default=None,
-        help="rules for some tensors, e.g. te=none up:keep=0.5",
+        "--grad_filter_targets", type=str, nargs="*", default=None, help="rules by tensor, e.g. te=none up:keep=0.5"
     )
 
 
@@ -1332,78 +1744,107 @@ def with_grad_filter_arguments(add_optimizer_arguments: Callable[..., Any]) -> C
     return wrapper
 
 
-def _without_filter_items(optimizer_args: Any) -> tuple[Any, dict[str, list[str]]]:
+def _split_optimizer_args(optimizer_args: Any) -> tuple[Any, dict[str, list[str]]]:
     """Split ``optimizer_args`` into what is the optimizer's and the filter's settings among them."""
-    found: dict[str, list[str]] = {"grad_filter": [], "grad_filter_args": [], "grad_filter_targets": []}
+    found: dict[str, list[str]] = {name: [] for name in SETTINGS}
     rest = []
-    for word in _words(optimizer_args):
-        key, _, value = word.partition("=")
+    items = optimizer_args.split() if isinstance(optimizer_args, str) else list(optimizer_args or ())
+    for item in items:
+        key, _, value = str(item).strip().strip("'").partition("=")
         if key in found:
             found[key].append(value)
         elif key.startswith("grad_filter."):
-            found["grad_filter_args"].append(f"{key[len('grad_filter.') :]}={value}")
+            found["grad_filter_args"].append(f"{key.partition('.')[2]}={value}")
         else:
-            rest.append(word)
+            rest.append(item)
     return (rest if any(found.values()) else optimizer_args), found
 
 
 def spec_from_args(args: Any) -> FilterSpec | None:
     """Read the filter's settings from parsed options, wherever a front-end put them.
 
-    Names of code are accepted from the command line only: ``args.config_keys`` may name options a file has set.
+    Code is named on the command line only. ``args.config_keys`` names the options whose value comes from a file; where
+    a trainer does not say that but has read a file (``args.config_file``), the word must stand in ``sys.argv``.
 
     Raises:
         GradFilterError: a wrong setting.
     """
-    _, items = _without_filter_items(getattr(args, "optimizer_args", None))
-    from_file = getattr(args, "config_keys", ())
-    source = "optimizer_args" if items["grad_filter"] else "grad_filter"
+    _, items = _split_optimizer_args(getattr(args, "optimizer_args", None))
+    direct = {name: getattr(args, name, None) for name in SETTINGS}
+    names = [",".join(_words(text)) for text in [direct["grad_filter"], *items["grad_filter"]] if _words(text)]
+    if len(set(names)) > 1:
+        raise GradFilterError(f"--grad_filter {names[0]}: optimizer_args say grad_filter={names[-1]}. Give it once")
     return parse_spec(
-        (items["grad_filter"] or [None])[-1] or getattr(args, "grad_filter", None),
-        [*_words(getattr(args, "grad_filter_args", None)), *items["grad_filter_args"]],
-        [*_words(getattr(args, "grad_filter_targets", None)), *items["grad_filter_targets"]],
-        allow_code=source not in from_file,
+        names[0] if names else None,
+        [*_words(direct["grad_filter_args"]), *items["grad_filter_args"]],
+        [*_words(direct["grad_filter_targets"]), *items["grad_filter_targets"]],
+        allow_code=_typed_by_user(args, "optimizer_args" if items["grad_filter"] else "grad_filter", names),
     )
+
+
+def _typed_by_user(args: Any, option: str, names: Sequence[str]) -> bool:
+    if hasattr(args, "config_keys"):
+        return not {option, "grad_filter_targets"} & set(args.config_keys)
+    if getattr(args, "config_file", None):
+        return any(name in word for name in names for word in sys.argv[1:])
+    return True
 
 
 def with_grad_filter(get_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a function ``(args, params) -> (name, args text, optimizer)``: it attaches the filter asked for.
 
-    When the filter is off, the function runs as if it were not decorated.
+    The filter's items are taken out of ``optimizer_args`` before the function sees them. When the filter is off, the
+    function runs as if it were not decorated.
     """
 
     @functools.wraps(get_optimizer)
     def wrapper(args: Any, trainable_params: Any, *more: Any, **kwargs: Any) -> Any:
         spec = spec_from_args(args)
-        if spec is None:
+        rest, items = _split_optimizer_args(getattr(args, "optimizer_args", None))
+        if spec is None and not any(items.values()):
             return get_optimizer(args, trainable_params, *more, **kwargs)
-        original = getattr(args, "optimizer_args", None)
-        rest, items = _without_filter_items(original)
+        if spec is not None and getattr(args, "deepspeed", False):
+            raise GradFilterError("--grad_filter: DeepSpeed flattens parameters, a filter cannot follow. Leave one out")
+        view = argparse.Namespace(**vars(args))
         if any(items.values()):
-            args.optimizer_args = rest
-        try:
-            name, text, optimizer = get_optimizer(args, trainable_params, *more, **kwargs)
-        finally:
-            if any(items.values()):
-                args.optimizer_args = original
+            view.optimizer_args = rest
+        name, text, optimizer = get_optimizer(view, trainable_params, *more, **kwargs)
+        _copy_changes(view, args, rest)
+        if spec is None:
+            return name, text, optimizer
         handle = attach(optimizer, spec, in_backward=bool(getattr(args, "fused_backward_pass", False)))
         for line in handle.plan():
             log.info(line)
-        recorded = f"grad_filter={spec.canonical().replace(' ', '|')}"
+        recorded = ",".join(["grad_filter=" + spec.metadata()["ss_grad_filter"], *_recorded_options(spec)])
         return name, f"{text},{recorded}" if text else recorded, optimizer
 
     return wrapper
+
+
+def _copy_changes(view: argparse.Namespace, args: Any, rest: Any) -> None:
+    """Hand on what the wrapped function wrote on its options, as trainers do with learning rate and schedule."""
+    for key, value in vars(view).items():
+        if not (key == "optimizer_args" and value is rest) and vars(args).get(key, view) is not value:
+            setattr(args, key, value)
+
+
+def _recorded_options(spec: FilterSpec) -> list[str]:
+    return [f"grad_filter.{word}" for word in spec.metadata()["ss_grad_filter_args"].split()]
 
 
 # ---------------------------------------------------------------------------------------------------- command line
 
 
 def describe(name: str) -> str:
-    """Give the documentation and the options of a filter."""
+    """Give the documentation and the options of a filter or preset."""
+    if name in PRESETS:
+        preset = PRESETS[name]
+        return f"{name}: {preset.summary}\n\n--grad_filter {preset.stages} --grad_filter_args {' '.join(preset.args)}"
     registered = resolve(name)
-    options = [f"  {key} = {_text(parameter.default)}" for key, parameter in _option_parameters(registered).items()]
+    options = [f"  {key}={_text(item.default)}" for key, item in accepted_options(registered).items()]
+    text = inspect.getdoc(registered.target) or ""
     return "\n".join(
-        [f"{name}: {registered.summary}", "", inspect.getdoc(registered.factory) or "", "", "Options:", *options]
+        [f"{name} ({registered.kind}): {registered.summary}", "", text, "", "Options:", *(options or ["  none"])]
     )
 
 
@@ -1413,57 +1854,70 @@ def check(name: str) -> list[str]:
     Raises:
         GradFilterError: the filter cannot be found or built.
     """
+    spec = parse_spec(name, ["min_numel=0"])
+    assert spec is not None, name
     problems: list[str] = []
-    for shape in ((64,), (8, 16), (4, 4, 3, 3)):
+    for shape in ((), (1,), (96,), (8, 16), (4, 4, 3, 3)):
         for dtype in (torch.float32, torch.bfloat16):
-
-            def run(steps: int, resume_at: int | None, shape: Any = shape, dtype: Any = dtype) -> Tensor:
-                param = torch.nn.Parameter(
-                    torch.linspace(-1, 1, 64 if len(shape) == 1 else int(torch.tensor(shape).prod()))
-                    .reshape(shape)
-                    .to(dtype)
-                )
-                optimizer = torch.optim.SGD([param], lr=0.1)
-                attach(optimizer, f"{name} min_numel=0")
-                generator = torch.Generator().manual_seed(1)
-                for step in range(steps):
-                    if step == resume_at:
-                        saved = copy.deepcopy(optimizer.state_dict())
-                        optimizer = torch.optim.SGD([param], lr=0.1)
-                        attach(optimizer, f"{name} min_numel=0")
-                        optimizer.load_state_dict(saved)
-                    gradient = torch.randn(shape, generator=generator).to(dtype)
-                    param.grad = gradient.clone()
-                    optimizer.step()
-                    if not torch.isfinite(param).all():
-                        raise GradFilterError(f"{name}: weights are not finite after step {step + 1}")
-                return param.detach()
-
-            label = f"shape {tuple(shape)}, {str(dtype).removeprefix('torch.')}"
+            label = f"shape {shape}, {str(dtype).removeprefix('torch.')}"
             try:
-                if not torch.equal(run(6, None), run(6, None)):
-                    problems.append(f"{label}: two equal runs differ; draw random numbers from step and index")
-                if not torch.equal(run(6, None), run(6, 3)):
-                    problems.append(f"{label}: a resumed run differs; keep everything in state, nothing on self")
-            except GradFilterError as error:
-                problems.append(f"{label}: {error}")
-            except Exception as error:
+                problems += [f"{label}: {line}" for line in _broken_promises(spec, shape, dtype)]
+            except Exception as error:  # whatever a stranger's filter raises
                 problems.append(f"{label}: {type(error).__name__}: {error}")
     return problems
+
+
+def _broken_promises(spec: FilterSpec, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+    def run(resume_at: int | None = None) -> tuple[Tensor, bool]:
+        generator = torch.Generator().manual_seed(1)
+        param = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        attach(optimizer, spec).set_context(total_steps=6, timesteps=torch.tensor([1, 500]), losses=torch.ones(2))
+        changed = False
+        for step in range(6):
+            if step == resume_at:
+                saved = optimizer.state_dict()
+                optimizer = torch.optim.SGD([param], lr=0.1)
+                attach(optimizer, spec).set_context(
+                    total_steps=6, timesteps=torch.tensor([1, 500]), losses=torch.ones(2)
+                )
+                optimizer.load_state_dict(saved)
+            before = param.detach().clone()
+            param.grad = torch.randn(shape, generator=generator).to(dtype)
+            with torch.no_grad():
+                handle = handle_of(optimizer)
+                assert handle is not None
+                optimizer.register_step_pre_hook(lambda *_, p=param, b=before: None)
+            optimizer.step()
+            changed = changed or not bool(torch.isfinite(param).all())
+        return param.detach(), changed
+
+    whole, not_finite = run()
+    again, _ = run()
+    resumed, _ = run(3)
+    lines = []
+    if not_finite:
+        lines.append("weights became NaN or Inf")
+    if not torch.equal(whole, again):
+        lines.append("two equal runs differ; draw random numbers with random_like(grad, seed, step, index)")
+    if not torch.equal(whole, resumed):
+        lines.append("a resumed run differs; keep what must last in state, not on self")
+    return lines
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run ``python -m library.grad_filter list | describe NAME | check FILE.py:Name``."""
     parser = argparse.ArgumentParser(prog="python -m library.grad_filter", description="look at gradient filters")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="print every filter")
+    commands.add_parser("list", help="print every filter and preset")
     for command, text in (("describe", "print what a filter does"), ("check", "try a filter of your own")):
         commands.add_parser(command, help=text).add_argument("name")
     options = parser.parse_args(words)
     try:
         if options.command == "list":
-            rows = [f"{found.name:16} {found.summary}" for found in sorted(FILTERS.values(), key=lambda row: row.name)]
-            print("\n".join([*rows, *(f"{name:16} preset: {stages}" for name, stages in PRESETS.items())]))
+            rows = [f"{name:16} {found.kind:14} {found.summary}" for name, found in sorted(known_filters().items())]
+            rows += [f"{name:16} {'preset':14} {preset.summary}" for name, preset in sorted(PRESETS.items())]
+            print("\n".join(rows))
         elif options.command == "describe":
             print(describe(options.name))
         else:
@@ -1477,4 +1931,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # a filter's own file imports this module by name and must reach this very registry
+    sys.modules.setdefault(__spec__.name if __spec__ else Path(__file__).stem, sys.modules[__name__])
     sys.exit(main())
