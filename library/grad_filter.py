@@ -19,6 +19,8 @@ attachment to an optimizer, the decorators, the command line.
 from __future__ import annotations
 
 import argparse
+import collections
+import copy
 import difflib
 import fnmatch
 import functools
@@ -1254,7 +1256,6 @@ class FilterHandle:
         self._slots: dict[int, Slot] = {}  # by id; a slot keeps its parameter alive
         self._facts: dict[str, Any] = {}
         self._frame: types.FrameType | None = None
-        self._left_out: _LeftOut | None = None
         self._own: dict[str, Any] = {}
         self._removers: list[Any] = []
         self._check_optimizer()
@@ -1342,18 +1343,17 @@ class FilterHandle:
         if self._is_running(caller):
             return None  # a subclass calls its parent's step
         self._frame = caller
-        self._left_out = None
         for slot in self._slots.values():
             slot.mask, slot.put_back = None, []
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
-            self._filter_all()
-            return None
+            return None if self._filter_all() else ((_stand_in(optimizer), *args[1:]), kwargs)
 
         def closure_and_filter() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self._filter_all()
+            if not self._filter_all():  # the step is under way: without gradients the weights rest
+                optimizer.zero_grad(set_to_none=True)
             return loss
 
         if len(args) > 1:
@@ -1369,15 +1369,16 @@ class FilterHandle:
         return False
 
     @torch.no_grad()
-    def _filter_all(self) -> None:
+    def _filter_all(self) -> bool:
+        """Filter every gradient; give False when the optimizer must not see this step."""
         slots = [slot for slot in self._all_slots() if slot.param.grad is not None]
         if not slots or not self._unscale(slots):
-            return
+            return True
         largest = _largest_entries([slot.param.grad for slot in slots])  # the one wait for the device in a step
         bad = [slot for slot, value in zip(slots, largest) if not math.isfinite(value)]
         if bad and any(slot.chain is None or slot.chain.skips_non_finite for slot in bad):
-            self._leave_step_out(slots, bad[0])
-            return
+            self._leave_step_out(bad[0])
+            return False
         for slot in bad:
             slot.param.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         measured = self.step % self.spec.chain.options.log_every == 0
@@ -1392,6 +1393,7 @@ class FilterHandle:
         for work in works:
             work.write_back()
         self.step += 1
+        return True
 
     def _unscale(self, slots: Sequence[Slot]) -> bool:
         """Undo what a GradScaler leaves to an optimizer with ``fused=True``; give False at an overflow."""
@@ -1434,21 +1436,16 @@ class FilterHandle:
                 # before its first step the optimizer has no copy yet, which then starts as the weights
                 slot.put_back.append((name, state[name].clone() if name in state else before))
 
-    def _leave_step_out(self, slots: Sequence[Slot], bad: Slot) -> None:
+    def _leave_step_out(self, bad: Slot) -> None:
         count = self.statistics.skipped_steps = self.statistics.skipped_steps + 1
         if count & (count - 1) == 0:  # at 1, 2, 4, 8, ...: every one of them would drown the log
-            log.warning(
-                "grad_filter: the gradient of %s is not finite; the step is left out (%d so far)", bad.name, count
-            )
-        self._left_out = _LeftOut(self._optimizer, [slot.param for slot in slots])
+            message = "grad_filter: the gradient of %s is not finite; the step is left out (%d so far)"
+            log.warning(message, bad.name, count)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if sys._getframe(1) is not self._frame:
             return
         self._frame = None
-        if self._left_out is not None:
-            self._left_out.restore(optimizer)
-            self._left_out = None
         with torch.no_grad():
             for slot in self._slots.values():
                 for name, before in slot.put_back:
@@ -1574,7 +1571,8 @@ class FilterHandle:
             return []
         plots = importlib.import_module(f"{__package__}.grad_filter_plots" if __package__ else "grad_filter_plots")
         names = {slot.index: slot.name for slot in self._all_slots()}
-        return plots.save_all(Path(folder), steps, {names[i]: row for i, row in rows.items()}, self.spec.canonical())
+        table = {names[i]: row for i, row in rows.items()}
+        return [plots.density_map(Path(folder) / "density.png", steps, table, self.spec.canonical())]
 
 
 def _largest_entries(gradients: Sequence[Tensor]) -> list[float]:
@@ -1605,41 +1603,23 @@ def _megabytes(slots: Sequence[Slot]) -> str:
     return f"{total / 1e6:.1f} MB"
 
 
-class _LeftOut:
-    """Hides every gradient for one step and takes back whatever the optimizer counted during it."""
+def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Give an optimizer whose step can run in place of a step that is left out.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]):
-        self._gradients = [(param, param.grad) for param in params]
-        self._groups = [{k: _copied(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        self._states = {param: {k: _copied(v) for k, v in own.items()} for param, own in optimizer.state.items()}
-        for param in params:
-            param.grad = None
-
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        for param, gradient in self._gradients:
-            param.grad = gradient
-        for group, before in zip(optimizer.param_groups, self._groups):
-            _restore(group, {"params": group["params"], **before})
-        for param in list(optimizer.state):
-            if param in self._states:
-                _restore(optimizer.state[param], self._states[param])
-            else:
-                del optimizer.state[param]
-
-
-def _copied(value: Any) -> Any:
-    """Copy counters; tensors with more than one entry belong to parameters, which rest without their gradients."""
-    return value.clone() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _restore(now: dict[str, Any], before: Mapping[str, Any]) -> None:
-    for key in [key for key in now if key not in before]:
-        del now[key]
-    for key, value in before.items():
-        if isinstance(value, Tensor) and isinstance(now.get(key), Tensor) and now[key] is not value:
-            now[key].copy_(value)
-        else:
-            now[key] = value
+    It is of the same class and settings and has weights of one entry, with gradients of one. Nothing it does reaches
+    the real one, while hiding the gradients would let many optimizers advance counters, or divide by zero.
+    """
+    twin = object.__new__(type(optimizer))
+    vars(twin).update({k: copy.copy(v) if isinstance(v, (dict, list)) else v for k, v in vars(optimizer).items()})
+    twin.state = collections.defaultdict(dict)
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        settings = {k: v.clone() if isinstance(v, Tensor) else copy.copy(v) for k, v in group.items() if k != "params"}
+        weights = [torch.ones([1] * p.dim(), dtype=p.dtype, device=p.device) for p in group["params"][:1]]
+        for weight in weights:
+            weight.requires_grad_().grad = torch.ones_like(weight)
+        twin.param_groups.append({**settings, "params": weights})
+    return twin
 
 
 def _state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

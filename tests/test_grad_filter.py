@@ -756,7 +756,8 @@ def test_options_of_custom_filters_come_from_their_signature(custom_file):
 def test_files_in_filter_folders_are_known_by_name(custom_file, monkeypatch):
     custom_file.with_name("calm.py").write_text(
         "from library.grad_filter import register_filter\n\n\n"
-        "@register_filter('calm_test', summary='halves')\nclass Calm:\n    def transform(self, grad):\n        return grad / 2\n"
+        "@register_filter('calm_test', summary='halves')\n"
+        "class Calm:\n    def transform(self, grad):\n        return grad / 2\n"
     )
     monkeypatch.setenv("GRAD_FILTER_PATH", str(custom_file.parent))
     try:
@@ -826,7 +827,7 @@ def test_off_changes_nothing(given, rest, caplog):
 def test_settings_inside_optimizer_args_reach_the_filter_and_not_the_optimizer():
     given = ["weight_decay=0.1", "grad_filter=ema,topk", "grad_filter.keep=0.5", "grad_filter_targets=te=none"]
     args = argparse.Namespace(optimizer_args=given, learning_rate=1.0, grad_filter=None, grad_filter_args=["beta=0.5"])
-    name, text, optimizer = get_optimizer(args, parameters())
+    _, text, optimizer = get_optimizer(args, parameters())
     assert seen[-1] == ["weight_decay=0.1"] and args.optimizer_args is given and args.new == 1
     assert text.startswith("weight_decay=0.1,grad_filter=ema,topk") and "keep=0.5" in text
     spec = gf.handle_of(optimizer).spec
