@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import logging
@@ -23,14 +24,14 @@ from library.checkpoint import LoadedModel, find_model
 from library.config_util import load_dataset_specs
 from library.dataset import TrainingData, dataset_metadata
 from library.errors import ErrorCollector, OptionError, RunStopped
-from library.key_values import parse_strings
+from library.key_values import as_items, parse_strings
 from library.latent_cache import cache_latents
 from library.loop import LoopSettings, TrainedParts, TrainingLoop
 from library.losses import first_non_finite
 from library.model_families import SD, ModelFamily, set_attention
 from library.naming import OutputNames
 from library.noise import noise_schedule
-from library.optimizers import chosen_type, evaluation_weights, find_optimizer, get_optimizer, load_class
+from library.optimizers import evaluation_weights, get_optimizer
 from library.output import RunOutput
 from library.run_plan import RunPlan, Update, initial_step
 from library.sampling import SamplePrompt, generate_samples, load_prompts
@@ -131,7 +132,7 @@ class NetworkTrainer:
         with errors.check():
             settings.read_trained_parts(args)
         with errors.check():
-            load_class(find_optimizer(chosen_type(args)))
+            _check_optimizer(args)
         with errors.check():
             _check_filter(args)
         with errors.check():
@@ -409,8 +410,7 @@ class NetworkTrainer:
         output.at_end(last)
         filter_handle = grad_filter.handle_of(parts.raw_optimizer)
         if filter_handle is not None and accelerator.is_main_process:
-            for picture in filter_handle.save_pictures(names.pictures()):
-                log.info("picture of the gradient filter: %s", picture)
+            _draw_filter_pictures(filter_handle, names.pictures())
         loop.scalars.close()
         log.info("training is finished: %d steps", last.step)
 
@@ -505,8 +505,8 @@ class RunSaver:
             write()
         except OSError as error:
             raise RunStopped(
-                f"{target} could not be written ({error.strerror or error}). Earlier saves are intact. Free some room in "
-                f"the output folder and resume"
+                f"{target} could not be written ({error.strerror or error}). Earlier saves are intact. Free some "
+                f"room in the output folder and resume"
             ) from error
 
 
@@ -551,11 +551,28 @@ def _choose_seed(asked: int | None, record: state.StateRecord | None) -> int:
     return asked
 
 
+def _draw_filter_pictures(handle: grad_filter.FilterHandle, folder: Path) -> None:
+    try:
+        for picture in handle.save_pictures(folder):
+            log.info("picture of the gradient filter: %s", picture)
+    except Exception as error:  # everything that matters is saved by now
+        log.warning("no picture of the gradient filter: %s: %s", type(error).__name__, error)
+
+
 def _check_filter(args: Namespace) -> None:
     try:
         grad_filter.spec_from_args(args)
     except grad_filter.GradFilterError as error:
         raise OptionError(str(error)) from error
+
+
+def _check_optimizer(args: Namespace) -> None:
+    """Build the optimizer on one number, so that a wrong name, argument or value is known before anything is loaded."""
+    probe = copy.copy(args)  # building may rewrite options
+    words = as_items(args.optimizer_args)
+    probe.optimizer_args = [word for word in words if not word.lstrip("'").startswith("grad_filter")]
+    probe.grad_filter = probe.grad_filter_args = probe.grad_filter_targets = None
+    get_optimizer(probe, [torch.nn.Parameter(torch.zeros(1))])
 
 
 def _check_network(args: Namespace) -> None:

@@ -55,8 +55,12 @@ def arguments(options: dict[str, Any]) -> list[str]:
 
 def train(**options: Any) -> None:
     """Run train_network.py's own main in this process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
     import train_network
 
+    for shared in (AcceleratorState, GradientState, PartialState):  # one process of accelerate's is one run
+        shared._reset_state()
     train_network.main(arguments({**RUN_OPTIONS, **options}))
 
 

@@ -1,0 +1,111 @@
+"""Who may import whom: imports point down, heavy packages wait until they are needed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+# ground 0 is free of torch; a module imports from lower levels, or from its own level where LEVEL_INSIDE says in order
+LEVELS = [
+    {"errors", "log", "files"},
+    {"naming", "buckets", "captions", "config_util", "model_configs", "key_values", "run_plan", "progress"},
+    {"metadata", "args_table", "checkpoint_keys"},
+    {"lora_names"},
+    {"lora_blocks"},
+    # from here on torch is at hand
+    {"losses", "noise", "images", "tokenizers", "latent_cache"},
+    {"args", "settings", "optimizers", "state"},
+    {"schedulers", "text_encoding", "dataset", "checkpoint", "accelerator"},
+    {"lora", "output", "model_families"},
+    {"sampling", "batch_loss"},
+    {"loop"},
+    {"trainer"},
+]
+FREE_OF_TORCH = LEVELS[0] | LEVELS[1] | LEVELS[2] | LEVELS[3] | LEVELS[4]
+APART = {"grad_filter", "grad_filter_stages", "grad_filter_plots", "transforming_optimizers"}
+HEAVY = {"diffusers", "transformers", "accelerate", "bitsandbytes", "matplotlib", "cv2", "tensorboard", "peft", "tqdm"}
+LEVEL_OF = {name: number for number, names in enumerate(LEVELS) for name in names}
+MODULES = sorted(
+    p for folder in ("library", "networks") for p in (REPOSITORY / folder).glob("*.py") if p.stem != "__init__"
+)
+
+
+def imports(path: Path, top_only: bool) -> set[str]:
+    """Give the dotted names a file imports, at its top level or anywhere."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = tree.body if top_only else list(ast.walk(tree))
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            if node.module in ("library", "networks"):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own(names: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in names if name.startswith(("library.", "networks."))}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_imports_point_down(path):
+    if path.stem in APART or path.stem == "train_util":
+        return
+    assert path.stem in LEVEL_OF, f"{path.name} has no level: put it into LEVELS and docs/architecture.md"
+    for name in own(imports(path, top_only=False)) - APART:
+        assert LEVEL_OF[name] < LEVEL_OF[path.stem], f"{path.stem} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_heavy_packages_are_imported_where_they_are_used(path):
+    top = {name.split(".")[0] for name in imports(path, top_only=True)}
+    assert not top & HEAVY
+    if path.stem in FREE_OF_TORCH:
+        assert "torch" not in top
+
+
+def test_the_filter_stands_alone():
+    allowed = {"torch", "library.grad_filter", "library.grad_filter_stages", "library.grad_filter_plots", "library"}
+    import sys
+
+    for name in imports(REPOSITORY / "library" / "grad_filter.py", top_only=False):
+        assert name in allowed or name.split(".")[0] in sys.stdlib_module_names or name == "numpy", name
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_nothing_is_written_around_the_one_writer(path):
+    """open(..., "w"), write_text and the like stand in files.py, or inside a function given to write_file."""
+    if path.stem in ("files", "log", "tokenizers"):  # tokenizers fills a temporary folder of its own
+        return
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open":
+            modes = [arg.value for arg in node.args[1:] if isinstance(arg, ast.Constant)]
+            assert not any("w" in str(mode) or "a" in str(mode) for mode in modes), f"{path.name}:{node.lineno}"
+
+
+@pytest.mark.parametrize(
+    "path", [*MODULES, *REPOSITORY.glob("*.py"), *(REPOSITORY / "tools").glob("*.py")], ids=lambda p: p.stem
+)
+def test_no_unrestricted_unpickling_eval_or_shell(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        assert name not in ("eval", "exec", "os.system", "pickle.load", "pickle.loads"), f"{path.name}:{node.lineno}"
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+        if name == "torch.load":
+            restricted = keywords.get("weights_only")
+            assert isinstance(restricted, ast.Constant) and restricted.value is True, f"{path.name}:{node.lineno}"
+        assert "shell" not in keywords, f"{path.name}:{node.lineno}"
+
+
+def test_architecture_names_every_module():
+    text = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    missing = [path.stem for path in MODULES if path.stem not in text]
+    assert not missing
