@@ -122,7 +122,7 @@ def main() -> None:
         f"\n{platform.processor() or platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
     )
     print(
-        f"small SD1 (width {options.width}), 64 px, batch 1, LoRA rank {options.rank}, AdamW, {options.steps} steps each\n"
+        f"small SD1 (width {options.width}), 64 px, batch 1, LoRA rank {options.rank}, AdamW, {options.steps} steps\n"
     )
     print(f"{'setting':30} {'median ms':>10} {'step with / without':>20}")
     for setting, values in seconds.items():
