@@ -340,6 +340,13 @@ def refused_options(args: Namespace) -> list[str]:
     return lines
 
 
+def verify_command_line_training_args(args: Namespace) -> None:
+    """Warn of a secret on the command line, where other users of the machine can read it."""
+    for name in ("wandb_api_key", "huggingface_token"):
+        if getattr(args, name, None):
+            log.warning("--%s on the command line can be read by every user of this machine. Use a config file", name)
+
+
 def check_options(args: Namespace) -> None:
     """Check everything that needs no file's content, before anything is loaded.
 
@@ -492,4 +499,6 @@ def parse(parser: ArgumentParser, words: Sequence[str] | None) -> Namespace:
             return read_config_from_file(parser.parse_args(), parser)
         finally:
             sys.argv = previous
-    return read_config_from_file(parser.parse_args(), parser)
+    typed = parser.parse_args()
+    verify_command_line_training_args(typed)
+    return read_config_from_file(typed, parser)

@@ -130,6 +130,14 @@ def safetensors_hashes(blob: bytes) -> tuple[str, str]:
     return hashlib.sha256(blob[data_start:]).hexdigest(), legacy
 
 
+def precalculate_safetensors_hashes(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[str, str]:
+    """Give the two hashes of tensors not yet written; of the metadata only ss_ keys count."""
+    from safetensors.torch import save
+
+    hashed = {key: value for key, value in metadata.items() if key.startswith("ss_")}
+    return safetensors_hashes(save(dict(tensors), metadata=hashed or None))
+
+
 def model_hashes(path: Path) -> tuple[str, str]:
     """Give (old, new) hash of a model file; ``IsADirectory`` or ``NOFILE`` twice where there is no file."""
     if path.is_dir():

@@ -320,9 +320,9 @@ class LoRANetwork(nn.Module):
 
     def save_weights(self, file: str | Path, dtype: torch.dtype | None, metadata: dict[str, str] | None) -> None:
         """Write the network; ``.safetensors`` with metadata and its hashes, other suffixes by torch.save without."""
-        from safetensors.torch import save, save_file
+        from safetensors.torch import save_file
 
-        from library.metadata import safetensors_hashes
+        from library.metadata import precalculate_safetensors_hashes
 
         path = Path(file)
         tensors = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in self.state_dict().items()}
@@ -331,8 +331,7 @@ class LoRANetwork(nn.Module):
             return
         metadata = dict(metadata or {})
         if metadata:
-            hashed = {key: value for key, value in metadata.items() if key.startswith("ss_")}
-            model_hash, legacy_hash = safetensors_hashes(save(tensors, metadata=hashed or None))
+            model_hash, legacy_hash = precalculate_safetensors_hashes(tensors, metadata)
             metadata |= {"sshs_model_hash": model_hash, "sshs_legacy_hash": legacy_hash}
         write_file(path, lambda temporary: save_file(tensors, temporary, metadata=metadata or None))
 
