@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "library"
-COPIED = ("grad_filter.py", "grad_filter_stages.py")
+COPIED = ("grad_filter.py", "grad_filter_policies.py", "grad_filter_stages.py")
 MARK = "  # gradient filters"
 IMPORT = "from library import grad_filter"
 DECORATORS = {
     "add_optimizer_arguments": "@grad_filter.with_grad_filter_arguments",
     "get_optimizer": "@grad_filter.with_grad_filter",
 }
-OURS = ('"""Gradient filters', '"""The stages beyond the core')  # how every version of the copied files begins
+OURS = ("Gradient filter", "``grad_filter``")  # one of them stands in the first line of every file that is copied
 
 
 class Refused(Exception):
@@ -123,7 +123,8 @@ def check_result(script: Script, lines: list[str]) -> None:
 def is_ours(path: Path) -> bool:
     """Say whether a file is a copy this tool made."""
     with path.open(encoding="utf-8", errors="replace") as stream:
-        return stream.readline().startswith(OURS)
+        first = stream.readline()
+    return any(words in first for words in OURS)
 
 
 def may_write(path: Path) -> None:
