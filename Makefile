@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow bench lint types format docs clean
+.PHONY: help demo test test-slow test-upstream bench lint types format docs clean
 
 help:
 	@echo "make demo       train two LoRAs with gradient filters on a small model, draw what the filters let through"
@@ -27,6 +27,20 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(RUN) -m pytest -q -n 2 -m slow
+
+# the filter's file on old interpreters and old torch, each in an environment of its own (gigabytes on x86: PyPI's
+# older torch wheels bring CUDA along)
+UPSTREAM := 3.10=2.4.1 3.11=2.6.0 3.12=2.6.0
+test-upstream:
+	@for pair in $(UPSTREAM); do \
+	  python=$${pair%%=*}; torch=$${pair##*=}; \
+	  interpreter=$$(command -v python$$python || ls $$HOME/.pyenv/versions/$$python.*/bin/python 2>/dev/null | tail -n 1); \
+	  if [ -z "$$interpreter" ]; then echo "python $$python is not here, skipped"; continue; fi; \
+	  folder=build/upstream-$$python-$$torch; \
+	  [ -x $$folder/bin/python ] || $$interpreter -m venv $$folder; \
+	  $$folder/bin/pip install --quiet --disable-pip-version-check torch==$$torch "numpy<2.3" || exit 1; \
+	  $$folder/bin/python tools/check_upstream.py || exit 1; \
+	done
 
 bench: $(READY)
 	$(RUN) tools/bench.py
