@@ -68,8 +68,10 @@ class Context:
         step: filtered steps of this parameter so far. index: position of the parameter in the optimizer.
         param: the parameter. name, role, block: from :func:`tag_parameter`. group: number of its parameter group.
         lr: learning rate of the group. moments: the optimizer's state of the parameter, empty before its first step.
+        optimizer_step: steps of the optimizer so far. total_norm: norm of all gradients together, 0-d.
         total_steps: optimizer steps of the run. micro_steps: batches accumulated in this gradient.
         timesteps, losses: of the samples behind this gradient, (B,). None where the trainer does not say.
+        signs: positive minus negative micro-steps by entry, for filters with ``watches_micro_steps``.
     """
 
     param: Tensor
@@ -81,6 +83,9 @@ class Context:
     group: int = 0
     lr: float = 0.0
     moments: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_step: int = 0
+    total_norm: Tensor | None = None
+    signs: Tensor | None = None
     total_steps: int | None = None
     micro_steps: int | None = None
     timesteps: Tensor | None = None
@@ -542,36 +547,76 @@ def masked(grad: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------------- options
 
-POLICIES = ("zero", "update")
-
 
 @dataclass(frozen=True)
 class ChainOptions:
     """Options of the whole chain.
 
     Attributes:
-        policy: what happens at masked entries: ``zero`` gives the optimizer zeros; ``update`` gives it the whole
-            gradient and puts the weights back after the step, so that they neither move nor decay.
-        warmup: optimizer steps before the filter starts. every: filter each n-th step only.
-        until: optimizer step at which the filter ends, 0 for never. min_numel: smaller tensors pass untouched.
-        log_every: steps between statistics.
+        policy: what happens at masked entries. ``zero``: the optimizer sees zeros, momentum and weight decay still move
+            the weights. ``update``: it sees the whole gradient and the weights are put back after the step.
+            ``moments``: it sees zeros and its moments are put back. ``freeze``: weights and moments are put back.
+            ``residual``: it sees zeros, what was dropped is added to the next gradient.
+        decay: with residual the share of the old rest that is kept, 1 unless given; with freeze ``all`` lets weight
+            decay through.
+        bias_correction: ``entry`` counts Adam's steps for each entry, with policy=freeze.
+        rescale: what passes is multiplied: ``norm`` keeps the norm, ``keep`` divides by the share that passed,
+            ``cautious`` by (passed + 1) / all; with policy=update it is the movement that is multiplied.
+        scope: who competes: ``row`` (all but the first dimension), ``tensor``, ``group`` of the optimizer, ``global``.
+        unit: what passes together: ``entry``, ``row``, LoRA rank ``component`` of down and up together, ``tile`` of 256
+            entries, ``tensor``.
+        floor, cap: least and largest share of one tensor with scope group or global.
+        warmup: optimizer steps before the filter starts. ramp: steps in which the share then falls from all to keep,
+            ``ramp_shape`` linear or cubic. every: filter each n-th step only. until: step at which the filter ends, 0
+            for never.
+        min_numel: smaller tensors pass untouched. log_every: steps between statistics. statistics: ``full`` also
+            follows single entries (overlap of masks, entries by age, real movement) for 7 bytes an entry.
     """
 
     policy: str = "zero"
+    decay: str = ""
+    bias_correction: Literal["global", "entry"] = "global"
+    rescale: Literal["none", "norm", "cautious", "keep"] = "none"
+    scope: Literal["row", "tensor", "group", "global"] = "tensor"
+    unit: Literal["entry", "row", "component", "tile", "tensor"] = "entry"
+    floor: float = 0.0
+    cap: float = 1.0
     warmup: int = 0
+    ramp: int = 0
+    ramp_shape: Literal["linear", "cubic"] = "linear"
     every: int = 1
     until: int = 0
     min_numel: int = 64
     log_every: int = 10
+    statistics: Literal["basic", "full"] = "basic"
 
     def __post_init__(self) -> None:
-        require(self.policy in POLICIES, "grad_filter", "policy", self.policy, " or ".join(POLICIES), "update")
-        for key, least in (("warmup", 0), ("every", 1), ("until", 0), ("min_numel", 0), ("log_every", 1)):
+        for key, least in (("warmup", 0), ("ramp", 0), ("every", 1), ("until", 0), ("min_numel", 0), ("log_every", 1)):
             require(getattr(self, key) >= least, "grad_filter", key, getattr(self, key), f"at least {least}", least)
+        require(0.0 <= self.floor <= self.cap <= 1.0 and self.cap > 0.0, "grad_filter", "floor and cap",
+                (self.floor, self.cap), "shares with floor at most cap", (0.01, 0.5))  # fmt: skip
+        wide = self.scope in ("group", "global")
+        if self.limits_tensors and not wide:
+            raise GradFilterError("grad_filter: floor and cap need scope=group or scope=global. Add scope=global")
+        if self.unit == "tensor" and not wide:
+            raise GradFilterError("grad_filter: unit=tensor needs tensors that compete. Add scope=global")
+        if self.scope == "row" and self.unit != "entry":
+            raise GradFilterError(f"grad_filter: unit={self.unit} cannot compete within a row. Use scope=tensor")
+
+    @property
+    def limits_tensors(self) -> bool:
+        return self.floor > 0.0 or self.cap < 1.0
 
     def active(self, step: int) -> bool:
         """Say whether the filter acts at optimizer step ``step``, counted from 0."""
         return step >= self.warmup and (step - self.warmup) % self.every == 0 and (not self.until or step < self.until)
+
+    def progress(self, step: int) -> float:
+        """Give how much of what is to be dropped is dropped at optimizer step ``step``, 0 to 1."""
+        if step >= self.warmup + self.ramp:
+            return 1.0
+        left = 1.0 - (step - self.warmup) / self.ramp
+        return 1.0 - left ** (3 if self.ramp_shape == "cubic" else 1)
 
 
 @dataclass(frozen=True)
@@ -695,17 +740,18 @@ def _suggest(word: str, known: Iterable[str]) -> str:
 
 def known_filters() -> dict[str, Registered]:
     """Give every filter known by name: the core ones, those of grad_filter_stages.py, and those of filter folders."""
-    _load_stages()
+    _load_beside("grad_filter_stages")
     for path in _files_of_folders():
         _load_file(path)
     return FILTERS
 
 
-@functools.lru_cache(maxsize=1)
-def _load_stages() -> None:
-    path = Path(__file__).with_name("grad_filter_stages.py")
-    if path.is_file():
-        importlib.import_module(f"{__package__}.grad_filter_stages" if __package__ else "grad_filter_stages")
+@functools.cache
+def _load_beside(name: str) -> types.ModuleType | None:
+    """Load an optional file that lies beside this one; without it there is less to choose from."""
+    if __package__ and Path(__file__).with_name(f"{name}.py").is_file():
+        return importlib.import_module(f"{__package__}.{name}")
+    return None
 
 
 def filter_folders() -> list[Path]:
@@ -725,7 +771,7 @@ def resolve(name: str, allow_code: bool = True) -> Registered:
         GradFilterError: unknown, not importable, or code where ``allow_code`` is False.
     """
     if name not in FILTERS:
-        _load_stages()
+        _load_beside("grad_filter_stages")
     if name in FILTERS:
         return FILTERS[name]
     if ":" in name:
@@ -891,7 +937,7 @@ def parse_chain(
     stages: Sequence[str], words: Sequence[str], allow_code: bool = True, options: ChainOptions | None = None
 ) -> ChainSpec:
     """Make a chain of stage names (or one preset's name) and ``key=value`` words, and check it by building it."""
-    _load_stages()
+    _load_beside("grad_filter_stages")
     if len(stages) == 1 and stages[0] in PRESETS:
         preset = PRESETS[stages[0]]
         stages, words = preset.stages.split(","), [*preset.args, *words]
@@ -1017,8 +1063,9 @@ def matches(pattern: str, tags: Tags, group: int, index: int, shape: Sequence[in
 class Stage:
     """A stage ready to run: its filter, which of the three methods that offers, and what its methods ask for."""
 
-    def __init__(self, spec: StageSpec):
+    def __init__(self, spec: StageSpec, chain: ChainOptions):
         self.name = spec.name
+        self.chain = chain
         registered = resolve(spec.name)
         own, selection = registered.options(), {item.name for item in fields(Selection)}
         options = dict(spec.options)
@@ -1034,12 +1081,19 @@ class Stage:
             raise GradFilterError(f"{self.name}: {error}") from error
         self.kind = registered.kind
         self._method = getattr(self.filter, "method", None) or getattr(self.filter, self.kind)
-        self._passed = getattr(self.filter, "passed", None)
+        self._passed, self._factor = (getattr(self.filter, name, None) for name in ("passed", "factor"))
         self._asked = {
             method: [word for word in inspect.signature(method).parameters if word in CALL_WORDS]
-            for method in (self._method, self._passed)
+            for method in (self._method, self._passed, self._factor)
             if method is not None
         }
+
+    @property
+    def scores(self) -> bool:
+        return self.kind.startswith("score")
+
+    def asks_for(self, word: str) -> bool:
+        return any(word in words for words in self._asked.values())
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
         state = self.filter.init_state(param) if hasattr(self.filter, "init_state") else {}
@@ -1051,39 +1105,132 @@ class Stage:
         return state
 
     def _call(self, method: Callable[..., Any], work: Work, **given: Any) -> Any:
-        known = {
-            "grad": work.input_of(self.kind),
-            "state": work.slot.buffers[self.name],
-            "context": work.context,
-            **given,
-        }
+        known = {"grad": work.input_of(self.kind), "state": work.slot.buffers[self.name], "context": work.context}
+        known |= given
         asked = self._asked[method]
         return method(**{word: known[word] if word in known else getattr(work.context, word) for word in asked})
 
-    def run(self, work: Work) -> None:
-        """Run on one tensor: change its value or its mask."""
-        out = None
+    def run(self, works: Sequence[Work]) -> None:
+        """Run on tensors that compete with each other: change their values or their masks."""
+        results = [self._result(work, alone=len(works) == 1) for work in works]
+        if self.kind == "transform":
+            for work, result in zip(works, results):
+                work.replace(result)
+            return
+        if results[0].dtype is torch.bool:
+            masks = results
+        elif self.kind == "mask":
+            raise GradFilterError(f"{self.name}: mask() has to give bool, got {results[0].dtype}")
+        else:
+            masks = self._select(results, works)
+        for work, mask in zip(works, masks):
+            passed = self._call(self._passed, work, mask=mask) if self._passed else None
+            if self._factor is not None:
+                work.scale(self._call(self._factor, work, mask=mask))
+            work.restrict(mask, passed)
+
+    def _result(self, work: Work, alone: bool) -> Tensor:
+        given = {}
         if "out" in self._asked[self._method]:
-            out = scratch(work.whole.shape, work.whole.dtype, "score", work.whole.device)
-        result = self._call(self._method, work, out=out)
+            whole = work.whole
+            given["out"] = (
+                scratch(whole.shape, whole.dtype, "score", whole.device) if alone else torch.empty_like(whole)
+            )
+        result = self._call(self._method, work, **given)
         if not isinstance(result, Tensor) or result.shape != work.whole.shape:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise GradFilterError(f"{self.name}: gave {got} for a gradient of shape {tuple(work.whole.shape)}")
-        if self.kind == "transform":
-            work.replace(result.to(work.whole.dtype))
-            return
-        mask = result if result.dtype is torch.bool else self._select(result.to(work.whole.dtype), work)
-        passed = self._call(self._passed, work, mask=mask) if self._passed else None
-        work.restrict(mask, passed)
+        return result if result.dtype is torch.bool else result.to(work.whole.dtype).contiguous()
 
-    def _select(self, scores: Tensor, work: Work) -> Tensor:
-        if self.kind == "mask":
-            raise GradFilterError(f"{self.name}: mask() has to give bool, got {scores.dtype}")
-        rows, size = row_shape(scores.shape, self.selection.ndim if scores.dim() > 1 else None)
-        count = getattr(self.filter, "count", None)
-        wanted = count(size) if count else keep_count(self.selection.share(work.context.step), size)
-        bits = ordered_bits(scores.contiguous().view(rows, size), getattr(self.filter, "nonnegative", False))
-        return pass_largest(bits, wanted).view(scores.shape)
+    def _count(self, size: int, work: Work) -> int:
+        """Give how many of ``size`` competitors pass at this step."""
+        own = getattr(self.filter, "count", None)
+        count = own(size) if own else keep_count(self.selection.share(work.context.step), size)
+        return size - math.floor((size - count) * self.chain.progress(work.context.optimizer_step))
+
+    def _select(self, scores: list[Tensor], works: Sequence[Work]) -> list[Tensor]:
+        nonnegative = getattr(self.filter, "nonnegative", False)
+        if self.chain.unit == "entry" and len(works) == 1:  # the usual case, without copies
+            ndim = self.selection.ndim if self.selection.ndim is not None or self.chain.scope != "row" else -1
+            rows, size = row_shape(scores[0].shape, ndim if scores[0].dim() > 1 else None)
+            bits = ordered_bits(scores[0].view(rows, size), nonnegative)
+            if self.chain.limits_tensors:
+                bits = within_limits(bits, self.chain.floor, self.chain.cap)
+            return [pass_largest(bits, self._count(size, works[0])).view(scores[0].shape)]
+        units = Units(self.chain.unit, works)
+        contest = units.scores(scores)
+        bits = [ordered_bits(one.view(1, -1), nonnegative) for one in contest]
+        if self.chain.limits_tensors:
+            bits = [within_limits(one, self.chain.floor, self.chain.cap) for one in bits]
+        sizes = [one.shape[1] for one in bits]
+        joined = torch.cat([one.to(bits[0].device) for one in bits], dim=1)
+        count = min(self._count(sum(sizes), works[0]), sum(keep_count(self.chain.cap, size) for size in sizes))
+        chosen = pass_largest(joined, count).view(-1).split(sizes)
+        return units.masks([mask.to(one.device) for mask, one in zip(chosen, bits)])
+
+
+def within_limits(bits: Tensor, floor: float, cap: float) -> Tensor:
+    """Lift the best share ``floor`` of a tensor above all others and put what is beyond ``cap`` below them."""
+    size = bits.shape[1]
+    limits = torch.iinfo(bits.dtype)
+    limited = bits.masked_fill(~pass_largest(bits, keep_count(cap, size)), limits.min)
+    if floor:
+        limited.masked_fill_(pass_largest(bits, keep_count(floor, size)), limits.max)
+    return limited
+
+
+TILE = 256  # entries that share one scale in 8-bit optimizer states
+
+
+class Units:
+    """What passes or rests together: rows, LoRA rank components, tiles or whole tensors instead of single entries.
+
+    A unit's score is the mean of its entries' scores. The same rank component of ``down`` and ``up`` is one unit.
+    """
+
+    def __init__(self, unit: str, works: Sequence[Work]):
+        self.unit = unit
+        self.works = works
+        self.keys = [work.slot.component if unit == "component" else index for index, work in enumerate(works)]
+
+    def scores(self, scores: Sequence[Tensor]) -> list[Tensor]:
+        """Give the units' scores, one vector for each tensor or pair of tensors."""
+        vectors = [self._reduce(one, work) for one, work in zip(scores, self.works)]
+        joined: dict[Any, Tensor] = {}
+        for key, vector in zip(self.keys, vectors):
+            joined[key] = joined[key] + vector if key in joined else vector
+        return list(joined.values())
+
+    def masks(self, chosen: Sequence[Tensor]) -> list[Tensor]:
+        """Give the mask of every tensor from those of the units."""
+        by_key = dict(zip(dict.fromkeys(self.keys), chosen))
+        return [self._spread(by_key[key], work) for key, work in zip(self.keys, self.works)]
+
+    def _reduce(self, scores: Tensor, work: Work) -> Tensor:
+        if self.unit == "entry":
+            return scores.view(-1)
+        if self.unit == "tensor":
+            return scores.mean().view(1)
+        if self.unit == "tile":
+            padding = -scores.numel() % TILE
+            tiles = torch.nn.functional.pad(scores.view(-1), (0, padding)).view(-1, TILE)
+            sizes = torch.full((len(tiles),), float(TILE), device=scores.device)
+            sizes[-1] -= padding
+            return tiles.sum(dim=1) / sizes
+        if self.unit == "component" and work.context.role == "up":
+            scores = scores.transpose(0, 1)
+        return scores.reshape(len(scores) if scores.dim() else 1, -1).mean(dim=1)
+
+    def _spread(self, chosen: Tensor, work: Work) -> Tensor:
+        like = work.whole
+        if self.unit == "entry":
+            return chosen.view(like.shape)
+        if self.unit == "tile":
+            return chosen.repeat_interleave(TILE)[: like.numel()].view(like.shape)
+        shape = [1] * like.dim()
+        if self.unit != "tensor" and like.dim():
+            shape[1 if self.unit == "component" and work.context.role == "up" else 0] = -1
+        return chosen.view(shape).expand(like.shape)
 
 
 class Chain:
@@ -1091,11 +1238,57 @@ class Chain:
 
     def __init__(self, spec: ChainSpec):
         self.spec = spec
-        self.options = spec.options
-        self.stages = [Stage(stage) for stage in spec.stages]
+        self.options = options = spec.options
+        self.stages = [Stage(stage, options) for stage in spec.stages]
         guards = [stage.filter for stage in self.stages if isinstance(stage.filter, Finite)]
         self.skips_non_finite = not guards or guards[0].nan == "skip"
         self.stages = [stage for stage in self.stages if not isinstance(stage.filter, Finite)]
+        self.policy = make_policy(options)
+        self.watches_micro_steps = any(getattr(s.filter, "watches_micro_steps", False) for s in self.stages)
+        self.asks_for_norm = any(stage.asks_for("total_norm") for stage in self.stages)
+        self.limits_weights = [s.filter.weights_after for s in self.stages if hasattr(s.filter, "weights_after")]
+        self._check_order()
+
+    def _check_order(self) -> None:
+        """Refuse orders and options that are known to do something else than they say."""
+        scoring = [stage for stage in self.stages if stage.scores]
+        for key in ("scope", "unit", "floor", "cap", "ramp"):
+            if getattr(self.options, key) != getattr(ChainOptions, key) and not scoring:
+                names = ",".join(stage.name for stage in self.spec.stages)
+                raise GradFilterError(f"grad_filter: {key} needs a stage that scores; {names} has none. Example: topk")
+        selects = False
+        for stage in self.stages:
+            if selects and getattr(stage.filter, "fills_masked_entries", False):
+                raise GradFilterError(
+                    f"--grad_filter: {stage.name} behind a selection fills masked entries again. Put it in front"
+                )
+            selects = selects or stage.kind != "transform"
+        if self.options.policy == "residual" and sum(stage.kind != "transform" for stage in self.stages) != 1:
+            raise GradFilterError("grad_filter: policy=residual needs exactly one stage that selects. Example: topk")
+        if self.options.bias_correction == "entry" and self.options.policy != "freeze":
+            raise GradFilterError("grad_filter: bias_correction=entry needs policy=freeze. Add policy=freeze")
+
+    def buckets(self, works: Sequence[Work]) -> Iterator[list[Work]]:
+        """Give the tensors that compete with each other, bucket by bucket."""
+        scope, paired = self.options.scope, self.options.unit == "component"
+        found: dict[Any, list[Work]] = {}
+        for work in works:
+            key = {"global": 0, "group": work.context.group}.get(
+                scope, work.slot.component if paired else work.slot.index
+            )
+            found.setdefault(key, []).append(work)
+        yield from found.values()
+
+    def run(self, works: Sequence[Work]) -> None:
+        """Take tensors through the chain."""
+        for bucket in self.buckets(works):
+            for work in bucket:
+                self.policy.begin(work)
+            for stage in self.stages:
+                stage.run(bucket)
+            for work in bucket:
+                work.scale_by(self.options.rescale)
+                self.policy.end(work)
 
 
 class Work:
@@ -1103,15 +1296,17 @@ class Work:
 
     Attributes:
         whole: the gradient after every transform. mask: entries that pass so far, None for all.
+        factor: number that what passes is multiplied with, None for 1.
     """
 
-    def __init__(self, slot: Slot, gradient: Tensor, policy: str):
+    def __init__(self, slot: Slot, gradient: Tensor, zeroes: bool):
         self.slot, self.context = slot, slot.context
         self.whole = self._start = gradient.to(work_dtype(gradient)).contiguous()
         self.mask: Tensor | None = None
+        self.factor: Tensor | None = None
         self._gradient = gradient
         self._seen: Tensor | None = self.whole
-        self._zeroes = policy != "update"
+        self._zeroes = zeroes
 
     @property
     def seen(self) -> Tensor:
@@ -1122,7 +1317,7 @@ class Work:
         return self._seen
 
     def input_of(self, kind: str) -> Tensor:
-        """Give what a stage looks at: with ``policy=update`` transforms work on the whole gradient."""
+        """Give what a stage looks at: where the optimizer sees the whole gradient, transforms work on all of it."""
         return self.whole if kind == "transform" and not self._zeroes else self.seen
 
     def replace(self, value: Tensor) -> None:
@@ -1135,6 +1330,19 @@ class Work:
         self.mask = mask if self.mask is None else self.mask & mask
         self._seen = passed
 
+    def scale(self, factor: Tensor) -> None:
+        self.factor = factor if self.factor is None else self.factor * factor
+
+    def scale_by(self, rescale: str) -> None:
+        """Make up for what was dropped; see the option ``rescale``."""
+        if self.mask is None or rescale == "none":
+            return
+        passing = torch.count_nonzero(self.mask).to(self.whole.dtype)
+        if rescale == "norm":
+            self.scale(self.whole.norm() / self.seen.norm().clamp(min=1e-30))
+        else:
+            self.scale(self.mask.numel() / (passing + 1.0 if rescale == "cautious" else passing.clamp(min=1.0)))
+
     def write_back(self) -> None:
         """Put into the parameter's gradient what its optimizer is to see."""
         if not self._zeroes or self.mask is None:
@@ -1144,6 +1352,126 @@ class Work:
             self._gradient.masked_fill_(self.mask.logical_not(), 0.0)
         else:
             self._gradient.copy_(self.seen)
+        if self.factor is not None and self._zeroes:
+            self._gradient.mul_(self.factor)
+
+
+# -------------------------------------------------------------------------------------------------------- policies
+
+
+class Policy:
+    """What happens at masked entries. ``end`` runs when the mask is known, ``after`` when the optimizer has stepped.
+
+    Attributes:
+        ends_steps: it needs the end of a step.
+    """
+
+    ends_steps = False
+
+    def __init__(self, options: ChainOptions):
+        self.options = options
+        if type(self) in (Policy, KeepWeights):
+            require(not options.decay, "grad_filter", "decay", options.decay, "left out with this policy", "")
+
+    def zeroes_for(self, slot: Slot, optimizer: torch.optim.Optimizer) -> bool:
+        """Say whether the optimizer sees zeros at masked entries of a parameter."""
+        return True
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer it cannot work with."""
+
+    def notes(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> list[str]:
+        """Give lines for the start of a run."""
+        return []
+
+    def buffers(self, param: Tensor) -> dict[str, Tensor]:
+        """Give the tensors it keeps for one parameter."""
+        return {}
+
+    def begin(self, work: Work) -> None:
+        """Look at a gradient before the first stage."""
+
+    def end(self, work: Work) -> None:
+        """Look at the result of the last stage."""
+
+    def before(self, slot: Slot, work: Work, optimizer: torch.optim.Optimizer) -> None:
+        """Remember what has to be put back."""
+
+    def after(self, slot: Slot, optimizer: torch.optim.Optimizer) -> None:
+        """Put it back."""
+
+
+class KeepWeights(Policy):
+    """``update``: the optimizer sees the whole gradient; masked weights are put back after the step."""
+
+    ends_steps = True
+    WEIGHT_LIKE = ("z",)  # schedule-free keeps a second copy of the weights there, which must rest with them
+
+    def zeroes_for(self, slot: Slot, optimizer: torch.optim.Optimizer) -> bool:
+        return False
+
+    def notes(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> list[str]:
+        if "d" not in optimizer.param_groups[0]:
+            return []
+        return [
+            f"grad_filter: {type(optimizer).__name__} finds its step size from how far weights move, and policy=update "
+            f"holds them: the estimate stays far too low. Use policy=freeze with warmup"
+        ]
+
+    def before(self, slot: Slot, work: Work, optimizer: torch.optim.Optimizer) -> None:
+        weight, state = slot.param.detach(), optimizer.state.get(slot.param, {})
+        slot.before = {"": weight.clone()}
+        for name in self.WEIGHT_LIKE:
+            if name in state or "weight_sum" in optimizer.param_groups[slot.context.group]:
+                # before the first step there is no copy yet; it will start as the weights
+                slot.before[name] = state[name].clone() if name in state else slot.before[""]
+
+    def after(self, slot: Slot, optimizer: torch.optim.Optimizer) -> None:
+        for name, before in slot.before.items():
+            now = optimizer.state[slot.param][name] if name else slot.param.detach()
+            if slot.factor is not None:
+                now.copy_(before + (now - before) * slot.factor)
+            put_back(now, slot.mask, before)
+
+
+def put_back(now: Tensor, mask: Tensor | None, before: Tensor) -> None:
+    """Restore ``before`` where the mask is False, to the bit."""
+    assert mask is not None
+    now.copy_(torch.where(mask.reshape(now.shape), now, before.reshape(now.shape)))
+
+
+POLICIES: dict[str, type[Policy]] = {"zero": Policy, "update": KeepWeights}
+
+
+def make_policy(options: ChainOptions) -> Policy:
+    """Build a policy; those beyond ``zero`` and ``update`` are in grad_filter_policies.py."""
+    _load_beside("grad_filter_policies")
+    known = " or ".join(sorted(POLICIES))
+    require(options.policy in POLICIES, "grad_filter", "policy", options.policy, known, "update")
+    return POLICIES[options.policy](options)
+
+
+POLICY_BUFFERS = "policy"
+
+
+class MicroSteps:
+    """Counts the signs of the batches that are accumulated in one gradient."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.signs: Tensor | None = None
+        self._gradient: Tensor | None = None
+
+    @torch.no_grad()
+    def watch(self, param: Tensor) -> None:
+        """Look at a gradient to which a batch was added."""
+        gradient = param.grad
+        assert gradient is not None
+        added = gradient if self._gradient is None else gradient - self._gradient
+        signs = added.sign().to(torch.int16)
+        self.signs = signs if self.signs is None else self.signs.add_(signs)
+        self._gradient = gradient.clone()
+        self.count += 1
 
 
 @dataclass
@@ -1157,18 +1485,32 @@ class Slot:
     chain: Chain | None
     buffers: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     loaded: dict[str, Tensor] = field(default_factory=dict)
-    put_back: list[tuple[Any, Tensor]] = field(default_factory=list)
     mask: Tensor | None = None
+    factor: Tensor | None = None
+    before: dict[str, Tensor] = field(default_factory=dict)
+    micro: MicroSteps | None = None
 
     @property
     def name(self) -> str:
         return self.tags.name or f"group{self.context.group}.index{self.index}"
 
+    @property
+    def component(self) -> Any:
+        """What the down and up matrix of one LoRA module have in common."""
+        base = re.sub(r"lora_(down|up|A|B)\b", "lora", self.tags.name)
+        return base if self.tags.role in ("down", "up") else self.index
+
+    def fresh_buffers(self, param: Tensor) -> dict[str, dict[str, Tensor]]:
+        """Give the buffers that stages and policy start with."""
+        assert self.chain is not None
+        found = {stage.name: stage.init_state(param) for stage in self.chain.stages}
+        kept = self.chain.policy.buffers(param)
+        return {**found, POLICY_BUFFERS: kept} if kept else found
+
     def prepare(self) -> None:
         """Make the buffers at the first filtered step, when the parameter has its final type and device."""
         if not self.buffers or self.loaded:
-            assert self.chain is not None
-            fresh = self.buffers or {stage.name: stage.init_state(self.param) for stage in self.chain.stages}
+            fresh = self.buffers or self.fresh_buffers(self.param)
             for key, saved in self.loaded.items():
                 stage, _, name = key.rpartition(".")
                 if stage in fresh:
@@ -1235,9 +1577,6 @@ class Statistics:
 
 # ------------------------------------------------------------------------------------------------------ attachment
 
-# schedule-free optimizers keep a second copy of the weights there; at rest it must rest too, or the average drifts
-WEIGHT_LIKE_STATES = ("z",)
-
 
 class FilterHandle:
     """A filter attached to an optimizer. Made by :func:`attach`.
@@ -1267,20 +1606,32 @@ class FilterHandle:
         for param in (param for group in self._optimizer.param_groups for param in group["params"]):
             if hasattr(param, "device_mesh"):
                 raise GradFilterError("grad_filter: FSDP and DTensor parameters are not supported. Train without FSDP")
+        specs = [self.spec.chain, *(target.chain for target in self.spec.targets if target.chain)]
+        specs += [_with_words(self.spec.chain, target.words) for target in self.spec.targets]
+        for chain in map(Chain, specs):
+            chain.policy.check(self._optimizer)
+            if self._in_backward:
+                self._check_backward(chain)
         if self._in_backward:
-            late = [c.policy for c in self._chain_options() if c.policy != "zero"]
-            if late:
-                raise GradFilterError(
-                    f"grad_filter: policy={late[0]} cannot work with --fused_backward_pass, where no step ends. "
-                    f"Use policy=zero"
-                )
-        elif not hasattr(self._optimizer, "register_step_pre_hook"):
+            return
+        if not hasattr(self._optimizer, "register_step_pre_hook"):
             raise GradFilterError(f"grad_filter: {type(self._optimizer).__name__} has no step hooks of torch.optim")
 
-    def _chain_options(self) -> list[ChainOptions]:
-        chains = [self.spec.chain, *(target.chain for target in self.spec.targets)]
-        chains += [_with_words(self.spec.chain, target.words) for target in self.spec.targets]
-        return [chain.options for chain in chains if chain is not None]
+    def _check_backward(self, chain: Chain) -> None:
+        options = chain.options
+        reasons = {
+            f"policy={options.policy}": chain.policy.ends_steps,
+            f"scope={options.scope}": options.scope in ("group", "global"),
+            "unit=component": options.unit == "component",
+            "micro_agree": chain.watches_micro_steps,
+            "a norm of all gradients": chain.asks_for_norm,
+            "clamp of weights": bool(chain.limits_weights),
+        }
+        for what in [what for what, applies in reasons.items() if applies]:
+            raise GradFilterError(
+                f"grad_filter: {what} cannot work with --fused_backward_pass, where no step ends. Use policy=zero and "
+                f"scope=tensor, or leave --fused_backward_pass out"
+            )
 
     def _install(self) -> None:
         optimizer = self._optimizer
@@ -1291,6 +1642,7 @@ class FilterHandle:
         else:
             self._removers.append(optimizer.register_step_pre_hook(self._before_step))
             self._removers.append(optimizer.register_step_post_hook(self._after_step))
+            self._all_slots()  # filters that watch micro-steps begin to
         self._own = {name: vars(optimizer)[name] for name in _OVERRIDES if name in vars(optimizer)}
         for name, function in _OVERRIDES.items():  # bitsandbytes runs no state hooks, so its methods are overridden
             setattr(optimizer, name, types.MethodType(function, optimizer))
@@ -1327,7 +1679,11 @@ class FilterHandle:
         if spec is not None and spec not in self._chains:
             self._chains[spec] = Chain(spec)
         context = Context(param.detach(), index, name=tags.name, role=tags.role, block=tags.block, group=group)
-        return Slot(param, index, context, tags, self._chains[spec] if spec else None)
+        slot = Slot(param, index, context, tags, self._chains[spec] if spec else None)
+        if slot.chain is not None and slot.chain.watches_micro_steps:
+            slot.micro = MicroSteps()
+            self._removers.append(param.register_post_accumulate_grad_hook(slot.micro.watch))
+        return slot
 
     # ------------------------------------------------------------------------------------------------ steps
 
@@ -1344,10 +1700,10 @@ class FilterHandle:
             return None  # a subclass calls its parent's step
         self._frame = caller
         for slot in self._slots.values():
-            slot.mask, slot.put_back = None, []
+            slot.mask = None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None:
-            return None if self._filter_all() else ((_stand_in(optimizer), *args[1:]), kwargs)
+            return None if self._filter_all() else ((stand_in(optimizer), *args[1:]), kwargs)
 
         def closure_and_filter() -> Any:
             with torch.enable_grad():
@@ -1381,19 +1737,34 @@ class FilterHandle:
             return False
         for slot in bad:
             slot.param.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        measured = self.step % self.spec.chain.options.log_every == 0
-        works = []
+        chosen: dict[ChainSpec, list[Work]] = {}
         for slot, value in zip(slots, largest):
             if value == 0.0:
                 self.statistics.zero_tensors += 1
             elif slot.chain is not None and slot.chain.options.active(self.step):
-                works.append(self._filter_one(slot, slot.chain, slot.param.grad))
-        if measured:
-            self.statistics.record(self.step, works)
-        for work in works:
-            work.write_back()
+                chosen.setdefault(slot.chain.spec, []).append(self._begin(slot, slot.chain))
+        if any(self._chains[spec].asks_for_norm for spec in chosen):
+            norm = torch.linalg.vector_norm(torch.stack([slot.param.grad.norm().float() for slot in slots]))
+            for slot in slots:
+                slot.context.total_norm = norm
+        for spec, works in chosen.items():
+            self._run(self._chains[spec], works)
         self.step += 1
         return True
+
+    def _run(self, chain: Chain, works: list[Work]) -> None:
+        measured = self.step % chain.options.log_every == 0
+        alone = chain.options.scope in ("row", "tensor") and chain.options.unit != "component" and not measured
+        for bucket in [[work] for work in works] if alone else [works]:  # one by one leaves little in memory
+            chain.run(bucket)
+            if measured:
+                self.statistics.record(self.step, bucket)
+            for work in bucket:
+                work.write_back()
+                work.context.step += 1
+                if work.mask is not None:
+                    work.slot.mask, work.slot.factor = work.mask, work.factor
+                    chain.policy.before(work.slot, work, self._optimizer)
 
     def _unscale(self, slots: Sequence[Slot]) -> bool:
         """Undo what a GradScaler leaves to an optimizer with ``fused=True``; give False at an overflow."""
@@ -1407,7 +1778,9 @@ class FilterHandle:
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         return True
 
-    def _filter_one(self, slot: Slot, chain: Chain, gradient: Tensor) -> Work:
+    def _begin(self, slot: Slot, chain: Chain) -> Work:
+        gradient = slot.param.grad
+        assert gradient is not None
         if gradient.is_sparse:
             raise GradFilterError(
                 f"grad_filter: the gradient of {slot.name} is sparse. Leave it out with --grad_filter_targets "
@@ -1416,25 +1789,12 @@ class FilterHandle:
         slot.prepare()
         context, group = slot.context, self._optimizer.param_groups[slot.context.group]
         context.lr, context.moments = group["lr"], self._optimizer.state.get(slot.param, {})
+        context.optimizer_step = self.step
         for name, value in self._facts.items():
             setattr(context, name, value)
-        work = Work(slot, gradient, chain.options.policy)
-        for stage in chain.stages:
-            stage.run(work)
-        context.step += 1
-        if work.mask is not None and chain.options.policy == "update":
-            self._remember(slot, work.mask)
-        return work
-
-    def _remember(self, slot: Slot, mask: Tensor) -> None:
-        slot.mask = mask
-        before = slot.param.detach().clone()
-        slot.put_back = [(None, before)]
-        state = self._optimizer.state.get(slot.param, {})
-        for name in WEIGHT_LIKE_STATES:
-            if "weight_sum" in self._optimizer.param_groups[slot.context.group]:
-                # before its first step the optimizer has no copy yet, which then starts as the weights
-                slot.put_back.append((name, state[name].clone() if name in state else before))
+        if slot.micro is not None:
+            context.signs, context.micro_steps = slot.micro.signs, slot.micro.count
+        return Work(slot, gradient, chain.policy.zeroes_for(slot, self._optimizer))
 
     def _leave_step_out(self, bad: Slot) -> None:
         count = self.statistics.skipped_steps = self.statistics.skipped_steps + 1
@@ -1448,12 +1808,18 @@ class FilterHandle:
         self._frame = None
         with torch.no_grad():
             for slot in self._slots.values():
-                for name, before in slot.put_back:
-                    now = slot.param.detach() if name is None else optimizer.state[slot.param][name]
-                    torch.where(slot.mask, now, before.to(now.dtype), out=now) if now.is_contiguous() else now.copy_(
-                        torch.where(slot.mask, now, before.to(now.dtype))
-                    )
-                slot.mask, slot.put_back = None, []
+                self._end_step(slot)
+
+    def _end_step(self, slot: Slot) -> None:
+        if slot.chain is None:
+            return
+        if slot.mask is not None:
+            slot.chain.policy.after(slot, self._optimizer)
+        for limit in slot.chain.limits_weights:
+            slot.param.copy_(limit(slot.param.detach()))
+        slot.mask, slot.factor, slot.before = None, None, {}
+        if slot.micro is not None:
+            slot.micro.__init__()
 
     @torch.no_grad()
     def _filter_in_backward(self, slot: Slot, param: Tensor) -> None:
@@ -1469,9 +1835,11 @@ class FilterHandle:
                 return
             gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         if largest and slot.chain.options.active(slot.context.step):
-            self._filter_one(slot, slot.chain, gradient).write_back()
-        else:
-            slot.context.step += 1
+            work = self._begin(slot, slot.chain)
+            work.context.optimizer_step = slot.context.step
+            slot.chain.run([work])
+            work.write_back()
+        slot.context.step += 1
 
     # ------------------------------------------------------------------------------------------ saved state
 
@@ -1520,12 +1888,13 @@ class FilterHandle:
         ):
             return False
         slot.context.step = entry["step"]
-        stages = [stage.name for stage in slot.chain.stages] if slot.chain else []
-        slot.loaded = {k: t.clone() for k, t in entry["buffers"].items() if k.rpartition(".")[0] in stages}
-        missing = [s for s in stages if not any(key.startswith(f"{s}.") for key in slot.loaded)]
-        probe = slot.param.detach()[:0] if slot.param.dim() else slot.param.detach()
-        needs = [stage for stage in (slot.chain.stages if slot.chain else []) if stage.name in missing]
-        return entry["step"] == 0 or not any(stage.init_state(probe) for stage in needs)
+        if slot.chain is None:
+            return True
+        owners = [*(stage.name for stage in slot.chain.stages), POLICY_BUFFERS]
+        slot.loaded = {k: t.clone() for k, t in entry["buffers"].items() if k.rpartition(".")[0] in owners}
+        found = {key.rpartition(".")[0] for key in slot.loaded}
+        needs = {owner for owner, kept in slot.fresh_buffers(torch.zeros([1] * slot.param.dim())).items() if kept}
+        return entry["step"] == 0 or needs <= found
 
     # ---------------------------------------------------------------------------------------------- reports
 
@@ -1541,6 +1910,7 @@ class FilterHandle:
             what = f"{len(members)} tensors, {entries} entries"
             if text:
                 lines.append(f"grad_filter: {text} on {what}; buffers {_megabytes(members)}")
+                lines += members[0].chain.policy.notes(members, self._optimizer)
             else:
                 names = ", ".join(slot.name for slot in members[:3]) + (", ..." if len(members) > 3 else "")
                 lines.append(f"grad_filter: {what} pass untouched: {names}")
@@ -1593,17 +1963,16 @@ def _largest_entries(gradients: Sequence[Tensor]) -> list[float]:
 def _megabytes(slots: Sequence[Slot]) -> str:
     total = 0
     for slot in slots:
-        assert slot.chain is not None
         meta = torch.empty(slot.param.shape, dtype=slot.param.dtype, device="meta")
         try:
-            kept = [t for stage in slot.chain.stages for t in stage.init_state(meta).values()]
+            kept = [t for own in slot.fresh_buffers(meta).values() for t in own.values()]
         except (RuntimeError, NotImplementedError):  # a filter of one's own may look at the values
             return "of unknown size"
         total += sum(t.numel() * t.element_size() for t in kept)
     return f"{total / 1e6:.1f} MB"
 
 
-def _stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Give an optimizer whose step can run in place of a step that is left out.
 
     It is of the same class and settings and has weights of one entry, with gradients of one. Nothing it does reaches

@@ -1,4 +1,4 @@
-"""The stages beyond the core ones, and presets under the names people know; loaded by ``grad_filter`` when it needs them.
+"""The stages beyond the core ones, and presets under the names people know; loaded by ``grad_filter`` on demand.
 
 Each class says its formula, what it keeps, and where it comes from. ``grad_filter.py`` works without this file.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class _SignalToNoise(GradFilter):
             return {}
         shape = (self.buckets, *param.shape)
         buffer = torch.zeros(shape, dtype=work_dtype(param), device=param.device)
-        return {"mean": buffer, "square": buffer.clone(), "seen": torch.zeros(self.buckets, dtype=torch.int32)}
+        return {"mean": buffer, "square": buffer.clone(), "seen": torch.zeros(self.buckets, device=param.device)}
 
     def ratio(self, grad: Tensor, state: dict[str, Tensor], moments: Mapping[str, Any], timesteps: Any) -> Tensor:
         if self.source == "optimizer":
@@ -133,7 +133,7 @@ class _SignalToNoise(GradFilter):
             state["seen"][place] += 1
             decay_into(state["mean"][place], grad, self.beta)
             decay_into(state["square"][place], grad.square(), self.beta)
-            unbiased = 1.0 - self.beta ** int(state["seen"][place])
+            unbiased = 1.0 - self.beta ** state["seen"][place]
             mean, square = state["mean"][place] / unbiased, state["square"][place] / unbiased
         signal = mean.square()
         return signal / (square - signal).clamp_(min=1e-30)
@@ -239,7 +239,9 @@ class Fisher(GradFilter):
         return unpack_bits(state["mask"], grad)
 
 
-@register_filter("weight", summary="pass a fixed share of entries, those whose weight is smallest (or largest) at start")
+@register_filter(
+    "weight", summary="pass a fixed share of entries, those whose weight is smallest (or largest) at start"
+)
 class Weight(GradFilter):
     """Choose by |w| at the first filtered step, and keep that mask.
 
@@ -404,7 +406,7 @@ class VarGate(GradFilter):
 
 @register_filter("micro_agree", summary="pass entries whose sign agrees over the batches accumulated in a gradient")
 class MicroAgree(GradFilter):
-    """Pass where |number of positive minus negative micro-steps| / micro-steps >= tau; one micro-step passes everything.
+    """Pass where |number of positive minus negative micro-steps| / micro-steps >= tau; a single one passes all.
 
     Args:
         tau: share of agreement, in [0, 1]; 1 is unanimity.
@@ -425,7 +427,9 @@ class MicroAgree(GradFilter):
         return signs.abs() >= self.tau * micro_steps
 
 
-@register_filter("magma", summary="pass or hold whole tensors at random; what passes moves less where momentum disagrees")
+@register_filter(
+    "magma", summary="pass or hold whole tensors at random; what passes moves less where momentum disagrees"
+)
 class Magma(GradFilter):
     """Pass a tensor with probability p and scale what passes by s = EMA(sigmoid(cos(m, g) / temperature)).
 
@@ -508,9 +512,7 @@ class Clamp(GradFilter):
         lo, hi: bounds of the gradient, none for no bound. weights: two bounds, as ``weights=-1,1``.
     """
 
-    def __init__(
-        self, lo: float | None = None, hi: float | None = None, weights: tuple[float, ...] | None = None
-    ):
+    def __init__(self, lo: float | None = None, hi: float | None = None, weights: tuple[float, ...] | None = None):
         if lo is None and hi is None and weights is None:
             raise GradFilterError("clamp: nothing to limit. Example: lo=-0.01 hi=0.01, or weights=-1,1")
         require(lo is None or hi is None or lo <= hi, "clamp", "lo", lo, "at most hi", -0.01)
@@ -607,7 +609,7 @@ class Spike(GradFilter):
     Source: SPAM (arXiv:2501.06842), AdaGC (arXiv:2502.11034), ZClip (arXiv:2504.02507).
     """
 
-    DEFAULTS = {"entry": (5000.0, 0.999), "tensor": (1.05, 0.98), "global": (2.5, 0.97)}
+    DEFAULTS: ClassVar = {"entry": (5000.0, 0.999), "tensor": (1.05, 0.98), "global": (2.5, 0.97)}
 
     def __init__(
         self,
@@ -660,13 +662,21 @@ PRESETS.update(
     {
         "gmt": Preset("topk", ("keep=0.2",), "gradient-mask tuning: the largest 20 % of every gradient"),
         "sift": Preset("fisher", ("of=magnitude", "fisher.warmup=1", "keep=0.05", "policy=freeze"), "5 % chosen once"),
-        "fish": Preset("fisher", ("of=square", "keep=0.005", "policy=freeze"), "the 0.5 % with most Fisher information"),
+        "fish": Preset(
+            "fisher", ("of=square", "keep=0.005", "policy=freeze"), "the 0.5 % with most Fisher information"
+        ),
         "sara": Preset("weight", ("keep=0.1", "policy=freeze"), "train the 10 % of weights that are smallest"),
         "grokfast": Preset("grokfast", (), "amplify the slow part of gradients"),
-        "cautious": Preset("agree", ("of=update", "policy=update", "rescale=cautious"), "move where update and g agree"),
+        "cautious": Preset(
+            "agree", ("of=update", "policy=update", "rescale=cautious"), "move where update and g agree"
+        ),
         "magma": Preset("magma", ("policy=update",), "random tensors rest, the others move by agreement"),
-        "skipupdate": Preset("random", ("unit=tensor", "p=0.5", "policy=update", "rescale=keep"), "tensors rest at random"),
-        "dgc": Preset("topk", ("keep=0.01", "policy=residual", "ramp=100"), "deep gradient compression: what is left waits"),
+        "skipupdate": Preset(
+            "random", ("unit=tensor", "p=0.5", "policy=update", "rescale=keep"), "tensors rest at random"
+        ),
+        "dgc": Preset(
+            "topk", ("keep=0.01", "policy=residual", "ramp=100"), "deep gradient compression: what is left waits"
+        ),
         "childtuning_f": Preset("random", ("p=0.3", "rescale=keep"), "30 % of entries at random, scaled up"),
         "spam_clip": Preset("spike", ("by=entry",), "cut spiking entries"),
         "zclip": Preset("spike", ("by=global",), "cut spiking steps"),

@@ -11,10 +11,16 @@ from library import grad_filter as gf
 from library import grad_filter_policies as policies
 from library.optimizers import OPTIMIZERS, build_optimizer, find_optimizer
 
-MORE = (
-    "torch.optim.Adam torch.optim.NAdam torch.optim.RAdam torch.optim.Adagrad torch.optim.RMSprop "
-    "bitsandbytes.optim.AdEMAMix8bit pytorch_optimizer.CAME pytorch_optimizer.AdEMAMix"
-).split()
+MORE = [
+    "torch.optim.Adam",
+    "torch.optim.NAdam",
+    "torch.optim.RAdam",
+    "torch.optim.Adagrad",
+    "torch.optim.RMSprop",
+    "bitsandbytes.optim.AdEMAMix8bit",
+    "pytorch_optimizer.CAME",
+    "pytorch_optimizer.AdEMAMix",
+]
 SHARED = {"Adafactor", "pytorch_optimizer.CAME"}
 RUNNABLE = [spec.name for spec in OPTIMIZERS if not spec.needs_cuda] + MORE
 SHAPES = [(80, 60), (30, 10), (100,)]
@@ -63,7 +69,7 @@ def test_freeze_leaves_weights_and_states_of_masked_entries_as_they_are(name, un
     params, optimizer = build(name)
     gf.attach(optimizer, f"topk keep=0.3 policy=freeze unit={unit}")
     moved = [0] * len(params)
-    for before, masks in steps_with_masks(params, optimizer, 4):
+    for before, masks in steps_with_masks(params, optimizer, 7):  # RAdam rests for five
         for index, (param, (weight, states)) in enumerate(zip(params, before)):
             rests = ~masks[index].reshape(-1)
             assert torch.equal(param.view(-1)[rests], weight.view(-1)[rests])
@@ -279,7 +285,7 @@ def test_an_entry_that_wakes_takes_a_step_of_one_learning_rate(optimizer_class, 
             optimizer.step()
         movement[correction] = (param.detach() - before).abs()
     torch.testing.assert_close(movement["entry"][10:], torch.full((10, 10), 1e-3), rtol=1e-3, atol=0)
-    assert (movement["global"][10:] > 1.2e-3).all()  # the global counter makes the first step too large
+    assert ((movement["global"][10:] - 1e-3).abs() > 2e-4).all()  # the common counter is wrong for a first step
     torch.testing.assert_close(movement["entry"][:10], movement["global"][:10], rtol=1e-4, atol=0)
 
 
