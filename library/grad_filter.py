@@ -1146,7 +1146,7 @@ class Stage:
         """Give how many of ``size`` competitors pass at this step."""
         own = getattr(self.filter, "count", None)
         count = own(size) if own else keep_count(self.selection.share(work.context.step), size)
-        return size - math.floor((size - count) * self.chain.progress(work.context.optimizer_step))
+        return size - math.floor((size - count) * self.chain.progress(work.context.optimizer_step) + 0.5)
 
     def _select(self, scores: list[Tensor], works: Sequence[Work]) -> list[Tensor]:
         nonnegative = getattr(self.filter, "nonnegative", False)
@@ -1790,8 +1790,8 @@ class FilterHandle:
         context, group = slot.context, self._optimizer.param_groups[slot.context.group]
         context.lr, context.moments = group["lr"], self._optimizer.state.get(slot.param, {})
         context.optimizer_step = self.step
-        for name, value in self._facts.items():
-            setattr(context, name, value)
+        for name in FROM_TRAINER:
+            setattr(context, name, self._facts.get(name))
         if slot.micro is not None:
             context.signs, context.micro_steps = slot.micro.signs, slot.micro.count
         return Work(slot, gradient, chain.policy.zeroes_for(slot, self._optimizer))

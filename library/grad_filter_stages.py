@@ -190,9 +190,12 @@ class Snr(_SignalToNoise):
 
 @register_filter("snr_soft", summary="weigh every entry by rho / (1 + rho), rho its signal-to-noise ratio")
 class SnrSoft(_SignalToNoise):
-    """Give g * rho / (1 + rho); see snr for rho and the options.
+    """Give g * rho / (1 + rho), rho as in snr.
 
-    State and source as snr.
+    Args:
+        beta, source, per, buckets: as in snr.
+
+    State and source: as in snr.
     """
 
     def __init__(
