@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,19 +71,16 @@ def test_heavy_packages_are_imported_where_they_are_used(path):
         assert "torch" not in top
 
 
-def test_the_filter_stands_alone():
-    allowed = {
-        "torch",
-        "library.grad_filter",
-        "library.grad_filter_policies",
-        "library.grad_filter_stages",
-        "library.grad_filter_plots",
-        "library",
-    }
-    import sys
-
-    for name in imports(REPOSITORY / "library" / "grad_filter.py", top_only=False):
-        assert name in allowed or name.split(".")[0] in sys.stdlib_module_names or name == "numpy", name
+@pytest.mark.parametrize("name", ["grad_filter", "grad_filter_policies", "grad_filter_stages"])
+def test_the_filter_stands_alone(name):
+    """Standard library and torch; what is optional is imported where it is used."""
+    path = REPOSITORY / "library" / f"{name}.py"
+    siblings = {"library", *(f"library.{module}" for module in APART)}
+    for module in imports(path, top_only=True):
+        assert module.split(".")[0] in {*sys.stdlib_module_names, "torch"} or module in siblings, module
+    for module in imports(path, top_only=False):
+        optional = {"numpy", "safetensors", "torch"}
+        assert module.split(".")[0] in {*sys.stdlib_module_names, *optional} or module in siblings, module
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
