@@ -34,6 +34,7 @@ import os
 import re
 import sys
 import threading
+import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -1123,6 +1124,8 @@ class Stage:
             raise GradFilterError(f"{self.name}: mask() has to give bool, got {results[0].dtype}")
         else:
             masks = self._select(results, works)
+            for work in works:
+                work.asked = self._count(work.whole.numel(), work)
         for work, mask in zip(works, masks):
             passed = self._call(self._passed, work, mask=mask) if self._passed else None
             if self._factor is not None:
@@ -1296,7 +1299,8 @@ class Work:
 
     Attributes:
         whole: the gradient after every transform. mask: entries that pass so far, None for all.
-        factor: number that what passes is multiplied with, None for 1.
+        factor: number that what passes is multiplied with, None for 1. asked: how many entries were to pass, when a
+            share was asked for.
     """
 
     def __init__(self, slot: Slot, gradient: Tensor, zeroes: bool):
@@ -1304,6 +1308,7 @@ class Work:
         self.whole = self._start = gradient.to(work_dtype(gradient)).contiguous()
         self.mask: Tensor | None = None
         self.factor: Tensor | None = None
+        self.asked: float | None = None
         self._gradient = gradient
         self._seen: Tensor | None = self.whole
         self._zeroes = zeroes
@@ -1489,6 +1494,7 @@ class Slot:
     factor: Tensor | None = None
     before: dict[str, Tensor] = field(default_factory=dict)
     micro: MicroSteps | None = None
+    followed: Followed | None = None
 
     @property
     def name(self) -> str:
@@ -1522,10 +1528,36 @@ class Slot:
         return self.loaded or {f"{stage}.{key}": t for stage, own in self.buffers.items() for key, t in own.items()}
 
 
+class Followed:
+    """What ``statistics=full`` keeps for one parameter: its last masks, when each entry last passed, its old weights.
+
+    Attributes:
+        masks: of the last three filtered steps, newest last. age: (shape of the parameter) int32, step at which an
+            entry last passed, -1 for never. weight: before the running step, when that step is measured.
+    """
+
+    def __init__(self, param: Tensor):
+        self.masks: collections.deque[Tensor] = collections.deque(maxlen=3)
+        self.age = torch.full(param.shape, -1, dtype=torch.int32, device=param.device)
+        self.weight: Tensor | None = None
+
+    def see(self, mask: Tensor, step: int) -> None:
+        self.masks.append(mask.clone())  # a mask may share the memory of its row
+        self.age.masked_fill_(mask, step)
+
+    def overlap(self, steps_ago: int) -> Tensor | None:
+        """Give the share of what passes now that also passed then, as a 0-d tensor."""
+        if len(self.masks) <= steps_ago:
+            return None
+        now = self.masks[-1]
+        both = torch.count_nonzero(now & self.masks[-1 - steps_ago])
+        return both / torch.count_nonzero(now).clamp(min=1)
+
+
 class Statistics:
     """What the filter let through, gathered on the device and read only when asked.
 
-    Kept shares of every tensor are remembered for pictures, thinned out so that memory stays bounded.
+    Shares of every tensor are remembered for pictures, thinned out so that memory stays bounded.
     """
 
     COLUMNS = 512
@@ -1533,46 +1565,94 @@ class Statistics:
     def __init__(self) -> None:
         self.skipped_steps = 0
         self.zero_tensors = 0
-        self._columns: list[tuple[int, dict[int, Tensor]]] = []
+        self.columns: list[tuple[int, dict[str, dict[int, Tensor]]]] = []
         self._stride = 1
         self._recorded = 0
-        self._latest: dict[str, Tensor] = {}
+        self._sums: collections.defaultdict[str, Any] = collections.defaultdict(float)
+        self._column: dict[str, dict[int, Tensor]] = {}
+        self._latest: dict[str, Any] = {}
 
-    def record(self, step: int, works: Sequence[Work]) -> None:
-        """Measure one step, before the results are written back."""
-        chosen = [work for work in works if work.mask is not None]
-        if not chosen:
+    def add(self, work: Work) -> None:
+        """Measure one tensor, before its result is written back."""
+        if work.mask is None:
             return
-        kept = {work.slot.index: torch.count_nonzero(work.mask) for work in chosen}
-        sizes = {work.slot.index: work.whole.numel() for work in chosen}
-        before = torch.stack([work.whole.square().sum().float() for work in chosen]).sum()
-        after = torch.stack([work.seen.square().sum().float() for work in chosen]).sum()
+        sums, kept, size = self._sums, torch.count_nonzero(work.mask), work.mask.numel()
+        sums["entries"] += size
+        sums["passing"] += kept.double()
+        sums["before"] += work.whole.square().sum().double()
+        sums["after"] += work.seen.square().sum().double()
+        smallest = torch.where(work.mask, work.whole.abs(), torch.inf).min().double()
+        sums["smallest"] = torch.minimum(sums["smallest"], smallest) if "smallest" in sums else smallest
+        self._put("kept", work.slot.index, kept / size)
+        if work.asked is not None:
+            sums["asked"] += work.asked
+        followed = work.slot.followed
+        if followed is not None:
+            sums["never"] += torch.count_nonzero(followed.age < 0).double()
+            for steps_ago in (1, 2):
+                overlap = followed.overlap(steps_ago)
+                if overlap is not None:
+                    sums[f"overlap_{steps_ago}"] += overlap.double() * kept
+                    sums[f"overlap_{steps_ago}_of"] += kept.double()
+                    self._put(f"overlap_{steps_ago}", work.slot.index, overlap)
+
+    def _put(self, kind: str, index: int, share: Tensor) -> None:
+        self._column.setdefault(kind, {})[index] = share
+
+    def add_movement(self, mask: Tensor, before: Tensor, after: Tensor) -> None:
+        """Measure how far a parameter really went in a step."""
+        moved = (after - before).abs()
+        self._sums["moved"] += torch.count_nonzero(moved).double()
+        self._sums["distance"] += moved.sum().double()
+        self._sums["distance_masked"] += moved.masked_fill(mask, 0.0).sum().double()
+
+    def finish(self, step: int, time_share: float) -> None:
+        """Turn what was added into the numbers of one step."""
+        sums, self._sums = self._sums, collections.defaultdict(float)
+        column, self._column = self._column, {}
+        if not sums:
+            return
+        size = sums["entries"]
         self._latest = {
-            "kept": torch.stack(list(kept.values())).sum() / sum(sizes.values()),
-            "energy_kept": after / before.clamp(min=1e-30),
-            "norm_before": before.sqrt(),
-            "norm_after": after.sqrt(),
+            "kept": sums["passing"] / size,
+            "energy_kept": sums["after"] / sums["before"],
+            "norm_before": sums["before"].sqrt(),
+            "norm_after": sums["after"].sqrt(),
+            "threshold": sums["smallest"],
+            "time_share": time_share,
+            "skipped_steps": self.skipped_steps,
+            "zero_tensors": self.zero_tensors,
         }
+        if "asked" in sums:
+            self._latest["asked"] = sums["asked"] / size
+        if "distance" in sums:
+            self._latest["moved"] = sums["moved"] / size
+            self._latest["moved_at_masked"] = sums["distance_masked"] / sums["distance"].clamp(min=1e-30)
+        if "never" in sums:
+            self._latest["never_passed"] = sums["never"] / size
+        for key in [f"overlap_{steps_ago}" for steps_ago in (1, 2) if f"overlap_{steps_ago}" in sums]:
+            self._latest[key] = sums[key] / sums[f"{key}_of"].clamp(min=1.0)
         if self._recorded % self._stride == 0:
-            self._columns.append((step, {index: count / sizes[index] for index, count in kept.items()}))
+            self.columns.append((step, column))
         self._recorded += 1
-        if len(self._columns) > self.COLUMNS:
-            self._columns, self._stride = self._columns[::2], self._stride * 2
+        if len(self.columns) > self.COLUMNS:
+            self.columns, self._stride = self.columns[::2], self._stride * 2
 
     def scalars(self) -> dict[str, float]:
         """Give what was measured since the last call, under ``grad_filter/``; this waits for the device."""
-        if not self._latest:
-            return {}
         latest, self._latest = self._latest, {}
-        values = {f"grad_filter/{key}": float(value) for key, value in latest.items()}
-        return {**values, "grad_filter/skipped_steps": float(self.skipped_steps)}
+        return {f"grad_filter/{key}": float(value) for key, value in latest.items()}
 
-    def density(self) -> tuple[list[int], dict[int, list[float]]]:
-        """Give the remembered steps and, by position of the parameter, the kept share at each (NaN where absent)."""
-        positions = sorted({index for _, column in self._columns for index in column})
-        absent = float("nan")
-        rows = {i: [float(column.get(i, absent)) for _, column in self._columns] for i in positions}
-        return [step for step, _ in self._columns], rows
+    def table(self, kind: str) -> tuple[list[int], dict[int, list[float]]]:
+        """Give the remembered steps, and by position of the parameter the share at each of them (NaN where absent).
+
+        Args:
+            kind: ``kept``, ``overlap_1`` or ``overlap_2``.
+        """
+        columns = [(step, column[kind]) for step, column in self.columns if kind in column]
+        positions = sorted({index for _, column in columns for index in column})
+        rows = {i: [float(column.get(i, math.nan)) for _, column in columns] for i in positions}
+        return [step for step, _ in columns], rows
 
 
 # ------------------------------------------------------------------------------------------------------ attachment
@@ -1597,6 +1677,8 @@ class FilterHandle:
         self._frame: types.FrameType | None = None
         self._own: dict[str, Any] = {}
         self._removers: list[Any] = []
+        self._measures = False
+        self._time, self._last_end = 0.0, time.perf_counter()  # of the filter in this step, and when the last one ended
         self._check_optimizer()
         self._install()
 
@@ -1727,6 +1809,13 @@ class FilterHandle:
     @torch.no_grad()
     def _filter_all(self) -> bool:
         """Filter every gradient; give False when the optimizer must not see this step."""
+        started = time.perf_counter()
+        try:
+            return self._filter_gradients()
+        finally:
+            self._time += time.perf_counter() - started
+
+    def _filter_gradients(self) -> bool:
         slots = [slot for slot in self._all_slots() if slot.param.grad is not None]
         if not slots or not self._unscale(slots):
             return True
@@ -1747,24 +1836,33 @@ class FilterHandle:
             norm = torch.linalg.vector_norm(torch.stack([slot.param.grad.norm().float() for slot in slots]))
             for slot in slots:
                 slot.context.total_norm = norm
+        self._measures = self.step % self.spec.chain.options.log_every == 0
         for spec, works in chosen.items():
             self._run(self._chains[spec], works)
         self.step += 1
         return True
 
     def _run(self, chain: Chain, works: list[Work]) -> None:
-        measured = self.step % chain.options.log_every == 0
-        alone = chain.options.scope in ("row", "tensor") and chain.options.unit != "component" and not measured
+        alone = chain.options.scope in ("row", "tensor") and chain.options.unit != "component"
         for bucket in [[work] for work in works] if alone else [works]:  # one by one leaves little in memory
             chain.run(bucket)
-            if measured:
-                self.statistics.record(self.step, bucket)
             for work in bucket:
-                work.write_back()
-                work.context.step += 1
-                if work.mask is not None:
-                    work.slot.mask, work.slot.factor = work.mask, work.factor
-                    chain.policy.before(work.slot, work, self._optimizer)
+                self._finish(chain, work)
+
+    def _finish(self, chain: Chain, work: Work) -> None:
+        slot = work.slot
+        if work.mask is not None and chain.options.statistics == "full":
+            slot.followed = slot.followed or Followed(slot.param)
+            slot.followed.see(work.mask, self.step)
+        if self._measures:
+            self.statistics.add(work)
+            if slot.followed is not None:
+                slot.followed.weight = slot.param.detach().clone()
+        work.write_back()
+        work.context.step += 1
+        if work.mask is not None:
+            slot.mask, slot.factor = work.mask, work.factor
+            chain.policy.before(slot, work, self._optimizer)
 
     def _unscale(self, slots: Sequence[Slot]) -> bool:
         """Undo what a GradScaler leaves to an optimizer with ``fused=True``; give False at an overflow."""
@@ -1806,15 +1904,24 @@ class FilterHandle:
         if sys._getframe(1) is not self._frame:
             return
         self._frame = None
+        started = time.perf_counter()
         with torch.no_grad():
             for slot in self._slots.values():
                 self._end_step(slot)
+        ended = time.perf_counter()
+        self._time += ended - started
+        if self._measures:
+            self.statistics.finish(self.step - 1, self._time / max(ended - self._last_end, 1e-9))
+        self._measures, self._time, self._last_end = False, 0.0, ended
 
     def _end_step(self, slot: Slot) -> None:
         if slot.chain is None:
             return
         if slot.mask is not None:
             slot.chain.policy.after(slot, self._optimizer)
+            if slot.followed is not None and slot.followed.weight is not None:
+                self.statistics.add_movement(slot.mask, slot.followed.weight, slot.param.detach())
+                slot.followed.weight = None
         for limit in slot.chain.limits_weights:
             slot.param.copy_(limit(slot.param.detach()))
         slot.mask, slot.factor, slot.before = None, None, {}
@@ -1931,18 +2038,44 @@ class FilterHandle:
         return self.spec.metadata()
 
     def save_pictures(self, folder: Path) -> list[Path]:
-        """Draw what was let through; needs matplotlib and grad_filter_plots.py beside this file.
+        """Draw what was let through; needs matplotlib, and grad_filter_plots.py beside this file.
 
         Returns:
             The PNG files made, none when nothing was measured.
         """
-        steps, rows = self.statistics.density()
-        if not steps:
+        if not self.statistics.columns:
             return []
-        plots = importlib.import_module(f"{__package__}.grad_filter_plots" if __package__ else "grad_filter_plots")
+        plots = _load_beside("grad_filter_plots")
+        if plots is None:
+            raise GradFilterError(
+                "grad_filter: pictures need grad_filter_plots.py beside grad_filter.py. Copy it there"
+            )
         names = {slot.index: slot.name for slot in self._all_slots()}
-        table = {names[i]: row for i, row in rows.items()}
-        return [plots.density_map(Path(folder) / "density.png", steps, table, self.spec.canonical())]
+        tables = {}
+        for kind in ("kept", "overlap_1", "overlap_2"):
+            steps, rows = self.statistics.table(kind)
+            tables[kind] = steps, {names[index]: row for index, row in rows.items()}
+        ages = [slot.followed.age for slot in self._all_slots() if slot.followed is not None]
+        return plots.save_all(Path(folder), tables, ages, self.step, self.spec.canonical())
+
+    def export(self, path: Path | str, what: Literal["masks", "ages"] = "masks") -> None:
+        """Write the last masks (uint8, as mask_file reads them) or the step each entry last passed (int32, -1 never).
+
+        Raises:
+            GradFilterError: nothing was followed; ``statistics=full`` does that.
+        """
+        from safetensors.torch import save_file
+
+        followed = [(slot, slot.followed) for slot in self._all_slots() if slot.followed is not None]
+        if not followed:
+            raise GradFilterError("grad_filter: no masks were kept. Add statistics=full to --grad_filter_args")
+        tensors = {
+            slot.tags.name or f"index{slot.index}": kept.age.cpu() if what == "ages" else kept.masks[-1].byte().cpu()
+            for slot, kept in followed
+        }
+        temporary = Path(f"{path}.tmp")
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
+        os.replace(temporary, path)
 
 
 def _largest_entries(gradients: Sequence[Tensor]) -> list[float]:
@@ -2217,39 +2350,31 @@ def check(name: str) -> list[str]:
 
 
 def _broken_promises(spec: FilterSpec, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
-    def run(resume_at: int | None = None) -> tuple[Tensor, bool]:
+    def start(param: Tensor) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        handle = attach(optimizer, spec)
+        handle.set_context(total_steps=6, timesteps=torch.tensor([1, 500]), losses=torch.ones(2))
+        return optimizer
+
+    def run(resume_at: int | None = None) -> Tensor:
         generator = torch.Generator().manual_seed(1)
         param = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        optimizer = torch.optim.SGD([param], lr=0.1)
-        attach(optimizer, spec).set_context(total_steps=6, timesteps=torch.tensor([1, 500]), losses=torch.ones(2))
-        changed = False
+        optimizer = start(param)
         for step in range(6):
             if step == resume_at:
-                saved = optimizer.state_dict()
-                optimizer = torch.optim.SGD([param], lr=0.1)
-                attach(optimizer, spec).set_context(
-                    total_steps=6, timesteps=torch.tensor([1, 500]), losses=torch.ones(2)
-                )
+                saved, optimizer = optimizer.state_dict(), start(param)
                 optimizer.load_state_dict(saved)
-            before = param.detach().clone()
             param.grad = torch.randn(shape, generator=generator).to(dtype)
-            with torch.no_grad():
-                handle = handle_of(optimizer)
-                assert handle is not None
-                optimizer.register_step_pre_hook(lambda *_, p=param, b=before: None)
             optimizer.step()
-            changed = changed or not bool(torch.isfinite(param).all())
-        return param.detach(), changed
+        return param.detach()
 
-    whole, not_finite = run()
-    again, _ = run()
-    resumed, _ = run(3)
+    whole = run()
     lines = []
-    if not_finite:
+    if not torch.isfinite(whole).all():
         lines.append("weights became NaN or Inf")
-    if not torch.equal(whole, again):
+    if not torch.equal(whole, run()):
         lines.append("two equal runs differ; draw random numbers with random_like(grad, seed, step, index)")
-    if not torch.equal(whole, resumed):
+    if not torch.equal(whole, run(3)):
         lines.append("a resumed run differs; keep what must last in state, not on self")
     return lines
 

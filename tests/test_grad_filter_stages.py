@@ -583,3 +583,95 @@ def test_ramps_fall_from_all_to_keep(shape, power):
     for step in range(2, 12):
         assert kept[step] == 1000 - math.floor(900 * (1 - (1 - (step - 2) / 10) ** power) + 0.5)
     assert kept[12:] == [100] * 4
+
+
+# ---------------------------------------------------------------------------------------------------- what is measured
+
+
+def followed(spec, steps, shape=(20, 10), optimizer_class=torch.optim.AdamW):
+    param = torch.nn.Parameter(torch.ones(shape))
+    gf.tag_parameter(param, "lora_unet_block.lora_up.weight", "up")
+    optimizer = optimizer_class([param], lr=1e-2)
+    handle = gf.attach(optimizer, f"{spec} statistics=full log_every=1")
+    grad = gradients(shape, 1)[0]
+    for _ in range(steps):
+        param.grad = grad.clone()
+        before = param.detach().clone()
+        optimizer.step()
+    return handle, param, before
+
+
+def test_the_two_cycle_of_the_request_at_half_is_plain_to_see():
+    handle, _, _ = followed("topk_change topk_ratio=0.5", 6)
+    measured = handle.scalars()
+    assert measured["grad_filter/kept"] == measured["grad_filter/asked"] == 0.5
+    assert (measured["grad_filter/overlap_1"], measured["grad_filter/overlap_2"]) == (0.0, 1.0)
+    assert measured["grad_filter/never_passed"] == 0.0
+    steps, rows = handle.statistics.table("overlap_2")
+    assert steps == [2, 3, 4, 5] and rows[0] == [1.0] * 4
+
+
+def test_movement_at_masked_entries_is_told():
+    handle, param, before = followed("topk keep=0.1", 5)
+    measured = handle.scalars()
+    moved = (param.detach() - before).abs()
+    masked = param.grad == 0
+    assert measured["grad_filter/moved"] == pytest.approx(float((moved > 0).float().mean()))
+    assert measured["grad_filter/moved_at_masked"] == pytest.approx(float(moved[masked].sum() / moved.sum()), rel=1e-4)
+    assert measured["grad_filter/never_passed"] == pytest.approx(0.9)
+    handle, _, _ = followed("topk keep=0.1 policy=update", 5)
+    measured = handle.scalars()
+    assert measured["grad_filter/moved"] == pytest.approx(0.1)
+    assert measured["grad_filter/moved_at_masked"] == 0.0
+
+
+def test_threshold_and_norms_are_those_of_the_gradient():
+    handle, param, _ = followed("topk keep=0.1", 1)
+    measured, grad = handle.scalars(), gradients((20, 10), 1)[0]
+    passing = grad.abs().view(-1).topk(20).values
+    assert measured["grad_filter/threshold"] == pytest.approx(float(passing.min()))
+    assert measured["grad_filter/norm_before"] == pytest.approx(float(grad.norm()), rel=1e-5)
+    assert measured["grad_filter/norm_after"] == pytest.approx(float(passing.norm()), rel=1e-5)
+    assert 0.0 < measured["grad_filter/time_share"] <= 1.0
+    assert measured["grad_filter/skipped_steps"] == measured["grad_filter/zero_tensors"] == 0.0
+
+
+def test_exported_masks_are_read_by_mask_file_and_ages_are_steps(tmp_path):
+    from safetensors.torch import load_file
+
+    handle, param, _ = followed("random p=0.3", 4)
+    handle.export(tmp_path / "masks.safetensors")
+    handle.export(tmp_path / "ages.safetensors", "ages")
+    passed = param.grad != 0
+    other = torch.nn.Parameter(torch.ones(20, 10))
+    gf.tag_parameter(other, "lora_unet_block.lora_up.weight")
+    optimizer = torch.optim.SGD([other], lr=1.0)
+    gf.attach(optimizer, f"mask_file path={tmp_path}/masks.safetensors")
+    other.grad = torch.ones(20, 10)
+    optimizer.step()
+    assert torch.equal(other.grad != 0, passed)
+    (ages,) = load_file(tmp_path / "ages.safetensors").values()
+    assert torch.equal(ages == 3, passed) and ages.min() == -1 and ages.dtype is torch.int32
+    with pytest.raises(gf.GradFilterError, match="statistics=full"):
+        gf.attach(torch.optim.SGD([torch.nn.Parameter(torch.ones(100))]), "topk").export(tmp_path / "x")
+
+
+def test_pictures_of_density_overlap_and_age_are_drawn(tmp_path):
+    from PIL import Image
+
+    handle, _, _ = followed("topk_change topk_ratio=0.5", 6)
+    written = handle.save_pictures(tmp_path / "pictures")
+    assert [path.name for path in written] == ["density.png", "overlap.png", "ages.png"]
+    for path in written:
+        with Image.open(path) as picture:
+            assert picture.size[0] > 500 and len(picture.convert("L").getcolors(1 << 16)) > 10
+    assert not list(tmp_path.glob("**/*.tmp"))
+    handle, _, _ = followed("sign", 2)
+    assert handle.save_pictures(tmp_path / "none") == []
+
+
+def test_memory_for_pictures_stays_bounded():
+    handle, _, _ = followed("random p=0.5", 1100)
+    steps, rows = handle.statistics.table("kept")
+    assert 256 <= len(steps) <= 512 and len(rows[0]) == len(steps)
+    assert sorted(set(b - a for a, b in zip(steps, steps[1:]))) == [4]

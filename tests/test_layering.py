@@ -75,7 +75,7 @@ def test_heavy_packages_are_imported_where_they_are_used(path):
 def test_the_filter_stands_alone(name):
     """Standard library and torch; what is optional is imported where it is used."""
     path = REPOSITORY / "library" / f"{name}.py"
-    siblings = {"library", *(f"library.{module}" for module in APART)}
+    siblings = {"library", *APART, *(f"library.{module}" for module in APART)}
     for module in imports(path, top_only=True):
         assert module.split(".")[0] in {*sys.stdlib_module_names, "torch"} or module in siblings, module
     for module in imports(path, top_only=False):
