@@ -1,4 +1,4 @@
-"""Pictures of what a gradient filter let through; loaded by grad_filter on demand. Needs matplotlib, nothing of ours."""
+"""Pictures of what a gradient filter let through; loaded by grad_filter on demand, needs matplotlib."""
 
 from __future__ import annotations
 

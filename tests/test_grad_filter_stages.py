@@ -626,7 +626,7 @@ def test_movement_at_masked_entries_is_told():
 
 
 def test_threshold_and_norms_are_those_of_the_gradient():
-    handle, param, _ = followed("topk keep=0.1", 1)
+    handle, _, _ = followed("topk keep=0.1", 1)
     measured, grad = handle.scalars(), gradients((20, 10), 1)[0]
     passing = grad.abs().view(-1).topk(20).values
     assert measured["grad_filter/threshold"] == pytest.approx(float(passing.min()))
@@ -670,8 +670,8 @@ def test_pictures_of_density_overlap_and_age_are_drawn(tmp_path):
     assert handle.save_pictures(tmp_path / "none") == []
 
 
-def test_memory_for_pictures_stays_bounded():
-    handle, _, _ = followed("random p=0.5", 1100)
+def test_memory_for_pictures_stays_bounded(monkeypatch):
+    monkeypatch.setattr(gf.Statistics, "COLUMNS", 16)
+    handle, _, _ = followed("random p=0.5", 50)
     steps, rows = handle.statistics.table("kept")
-    assert 256 <= len(steps) <= 512 and len(rows[0]) == len(steps)
-    assert sorted(set(b - a for a, b in zip(steps, steps[1:]))) == [4]
+    assert steps == list(range(0, 49, 4)) and len(rows[0]) == len(steps)
