@@ -58,9 +58,9 @@ class Inventory:
 
 def take_inventory(optimizer: torch.optim.Optimizer, group: int, like: Tensor) -> Inventory:
     """Measure what an optimizer keeps for tensors with as many dimensions and in the size class of ``like``."""
-    large = like.numel() >= EIGHT_BIT_SIZE
-    shape = [5120 if large else 80] if like.dim() < 2 else [64, 80] if large else [8, 10]
-    shape += [1] * (like.dim() - len(shape))
+    size = 5120 if like.numel() >= EIGHT_BIT_SIZE else 80
+    # no dimension of one, where states of rows would look like states of entries
+    shape = [*[2] * (like.dim() - 2), 10, size // 10 >> (like.dim() - 2)] if like.dim() > 1 else [size]
     generator = torch.Generator().manual_seed(0)
 
     def random() -> Tensor:
