@@ -226,12 +226,19 @@ def load_sd_model(
     return model
 
 
+def _quiet_transformers() -> None:
+    """Keep bars that front-ends would take for ours, and remarks on parts we do not use, out of a run's output."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
 def _load_folder(folder: Path, dtype: torch.dtype) -> LoadedModel:
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextModel
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # front-ends read the bars of a run; this one is not ours
+    _quiet_transformers()
 
     def load(cls: Any, part: str) -> Any:
         try:
@@ -256,6 +263,7 @@ def _load_file(path: Path, v2: bool, dtype: torch.dtype) -> LoadedModel:
     from diffusers import UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
+    _quiet_transformers()
     tensors = read_tensors(path, BASE_MODEL)
     _refuse_other_kinds(path, kind_of_keys(tensors), v2)
     try:

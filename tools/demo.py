@@ -29,11 +29,11 @@ PHOTOGRAPHS = {
 RUNS = {
     "signsgd_topk_change": [
         *("--optimizer_type", "SignSGD", "--optimizer_args", "momentum=0.0", "--learning_rate", "2e-4"),
-        *("--grad_filter", "topk_change", "--grad_filter_args", "topk_ratio=0.7"),
+        *("--grad_filter", "topk_change", "--grad_filter_args", "topk_ratio=0.5", "log_every=1", "statistics=full"),
     ],
     "adamw8bit_topk": [
         *("--optimizer_type", "AdamW8bit", "--learning_rate", "1e-3"),
-        *("--grad_filter", "topk", "--grad_filter_args", "keep=0.1", "policy=update"),
+        *("--grad_filter", "topk", "--grad_filter_args", "keep=0.1", "policy=update", "scope=global", "log_every=2"),
     ],
 }
 
