@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 USER_ERROR_STATUS = 2
 RUN_STOPPED_STATUS = 1
+INTERRUPTED_STATUS = 130
 
 
 class OptionError(ValueError):
@@ -66,13 +67,16 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main function and turn what a person can act on into lines on stderr and an exit status.
 
-    A mistake of the user gives status 2, a run that had to stop gives status 1; anything else keeps its traceback.
+    A mistake of the user gives status 2, a run that had to stop 1, Ctrl-C 130; anything else keeps its traceback.
     """
     try:
         main()
     except RunStopped as stopped:
         print(f"error: {stopped}", file=sys.stderr)
         sys.exit(RUN_STOPPED_STATUS)
+    except KeyboardInterrupt:
+        print("error: stopped by the keyboard. Complete states and models saved so far can be used", file=sys.stderr)
+        sys.exit(INTERRUPTED_STATUS)
     except ValueError as error:
         if not (isinstance(error, OptionError) or type(error).__name__ == "GradFilterError"):
             raise
