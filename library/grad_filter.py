@@ -254,12 +254,28 @@ def largest_in_rows(bits: Tensor, count: int) -> Tensor:
     """
     place = bits.shape[1] - count
     if bits.device.type == "cpu" and _numpy() is not None:
+        few = _entries_that_differ(bits) if len(bits) == 1 else None
+        if few is not None:
+            bits, place = few, few.shape[1] - count
+            if place < 0:
+                return bits.new_zeros(1, 1)
         work = scratch(bits.shape, bits.dtype, "partition").copy_(bits)
         work.numpy().partition(place, axis=1)
         return work[:, place : place + 1].clone()
     if bits.device.type == "cpu" or bits.shape[1] <= 1 << 17:
         return bits.kthvalue(place + 1, dim=1, keepdim=True).values
     return _threshold_bit_by_bit(bits, count)
+
+
+def _entries_that_differ(bits: Tensor) -> Tensor | None:
+    """Give the entries above zero of a row that is zero in many places, None for other rows.
+
+    NumPy partitions at a fraction of its speed when a value is repeated over much of an array.
+    """
+    sample = bits[0, :: max(1, bits.shape[1] // 256)]
+    if 4 * int(torch.count_nonzero(sample)) > 3 * sample.numel() or int(bits.min()) < 0:
+        return None
+    return bits[bits > 0].view(1, -1)
 
 
 def _threshold_bit_by_bit(bits: Tensor, count: int) -> Tensor:
@@ -289,6 +305,8 @@ def pass_largest(bits: Tensor, count: int) -> Tensor:
     threshold = largest_in_rows(bits, count)
     mask = bits >= threshold
     if bits.device.type == "cpu":
+        if int(torch.count_nonzero(mask)) == count * len(bits):
+            return mask  # no ties at any threshold, which is cheap to see
         surplus = torch.count_nonzero(mask, dim=1) - count
         for row in surplus.nonzero().view(-1).tolist():
             _drop_last_ties(mask[row], bits[row], threshold[row], int(surplus[row]))
@@ -310,21 +328,26 @@ def _drop_last_ties(mask: Tensor, bits: Tensor, threshold: Tensor, surplus: int)
         stop = start
 
 
-_memory = threading.local()
+class _Memory(threading.local):
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[str, torch.dtype], Tensor] = {}
 
 
-def scratch(shape: Sequence[int], dtype: torch.dtype, purpose: str, device: torch.device | str = "cpu") -> Tensor:
+_memory = _Memory()
+
+
+def scratch(shape: torch.Size, dtype: torch.dtype, purpose: str, device: torch.device | None = None) -> Tensor:
     """Give memory that is used again at the next call for the same purpose, so its content is for the moment only.
 
     Fresh memory costs more than most passes over it. What is kept is as large as the largest tensor that asked.
     """
+    if device is not None and device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)  # its allocator does the same
     size = math.prod(shape)
-    if torch.device(device).type != "cpu":
-        return torch.empty(tuple(shape), dtype=dtype, device=device)  # its allocator does the same
-    kept = vars(_memory).get((purpose, dtype))
+    kept = _memory.tensors.get((purpose, dtype))
     if kept is None or kept.numel() < size:
-        kept = vars(_memory)[purpose, dtype] = torch.empty(size, dtype=dtype)
-    return kept[:size].view(tuple(shape))
+        kept = _memory.tensors[purpose, dtype] = torch.empty(size, dtype=dtype)
+    return kept[:size].view(shape)
 
 
 def row_shape(shape: Sequence[int], ndim: int | None) -> tuple[int, int]:
@@ -540,10 +563,21 @@ def rms(grad: Tensor) -> Tensor:
 
 
 def masked(grad: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
-    """Give the gradient with zeros where the mask is False; never a product, which would keep NaN and -0."""
+    """Give the gradient with zeros where the mask is False; never a product, which would keep NaN and -0.
+
+    Args:
+        grad: any shape and type, ``out`` may be the same tensor. mask: bool, same shape.
+    """
     if out is None:
         out = torch.empty_like(grad)
-    return torch.where(mask, grad, torch.zeros((), dtype=grad.dtype, device=grad.device), out=out)
+    whole = grad.is_contiguous() and mask.is_contiguous() and out.is_contiguous()
+    if grad.device.type != "cpu" or grad.numel() <= CHUNK or not whole:
+        return torch.where(mask, grad, torch.zeros((), dtype=grad.dtype, device=grad.device), out=out)
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[grad.element_size()]
+    for values, passing, result in chunks(grad.view(integer), mask, out.view(integer)):
+        bits = scratch(values.shape, integer, "mask").copy_(passing).neg_()  # all ones where it passes
+        torch.bitwise_and(values, bits, out=result)
+    return out
 
 
 # --------------------------------------------------------------------------------------------------------- options
@@ -1354,7 +1388,7 @@ class Work:
             if self.whole is not self._start:
                 self._gradient.copy_(self.whole)
         elif self._seen is None and self.whole is self._start:
-            self._gradient.masked_fill_(self.mask.logical_not(), 0.0)
+            masked(self._gradient, self.mask, out=self._gradient)
         else:
             self._gradient.copy_(self.seen)
         if self.factor is not None and self._zeroes:
@@ -1425,11 +1459,11 @@ class KeepWeights(Policy):
 
     def before(self, slot: Slot, work: Work, optimizer: torch.optim.Optimizer) -> None:
         weight, state = slot.param.detach(), optimizer.state.get(slot.param, {})
-        slot.before = {"": weight.clone()}
+        slot.remember("", weight)
         for name in self.WEIGHT_LIKE:
             if name in state or "weight_sum" in optimizer.param_groups[slot.context.group]:
                 # before the first step there is no copy yet; it will start as the weights
-                slot.before[name] = state[name].clone() if name in state else slot.before[""]
+                slot.remember(name, state.get(name, weight))
 
     def after(self, slot: Slot, optimizer: torch.optim.Optimizer) -> None:
         for name, before in slot.before.items():
@@ -1442,7 +1476,11 @@ class KeepWeights(Policy):
 def put_back(now: Tensor, mask: Tensor | None, before: Tensor) -> None:
     """Restore ``before`` where the mask is False, to the bit."""
     assert mask is not None
-    now.copy_(torch.where(mask.reshape(now.shape), now, before.reshape(now.shape)))
+    mask, before = mask.reshape(now.shape), before.reshape(now.shape)
+    if now.is_contiguous() and mask.is_contiguous():
+        torch.where(mask, now, before, out=now)
+    else:
+        now.copy_(torch.where(mask, now, before))
 
 
 POLICIES: dict[str, type[Policy]] = {"zero": Policy, "update": KeepWeights}
@@ -1493,6 +1531,7 @@ class Slot:
     mask: Tensor | None = None
     factor: Tensor | None = None
     before: dict[str, Tensor] = field(default_factory=dict)
+    memory: dict[str, Tensor] = field(default_factory=dict)
     micro: MicroSteps | None = None
     followed: Followed | None = None
 
@@ -1512,6 +1551,13 @@ class Slot:
         found = {stage.name: stage.init_state(param) for stage in self.chain.stages}
         kept = self.chain.policy.buffers(param)
         return {**found, POLICY_BUFFERS: kept} if kept else found
+
+    def remember(self, name: str, value: Tensor) -> None:
+        """Copy a weight or state that is put back after the step, into memory that is used again."""
+        kept = self.memory.get(name)
+        if kept is None or kept.shape != value.shape or kept.dtype != value.dtype or kept.device != value.device:
+            kept = self.memory[name] = torch.empty_like(value)
+        self.before[name] = kept.copy_(value)
 
     def prepare(self) -> None:
         """Make the buffers at the first filtered step, when the parameter has its final type and device."""

@@ -208,13 +208,14 @@ class _PutsStatesBack(Policy):
         inventory = self.inventory(slot, optimizer)
         state = optimizer.state.get(slot.param, {})
         weight = slot.param.detach()
-        slot.before = {"": weight.clone()} if self.weights_too else {}
+        if self.weights_too:
+            slot.remember("", weight)
         for name, kept in inventory.entries.items():
             if inventory.shared or (kept.starts_as_weight and not self.weights_too):
                 continue
             for part in (name, f"absmax{kept.codes}") if kept.codes else (name,):
                 if part in state:
-                    slot.before[part] = state[part].clone()
+                    slot.remember(part, state[part])
                 elif kept.starts_as_weight:
                     slot.before[part] = slot.before[""]
 

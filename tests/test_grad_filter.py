@@ -897,3 +897,27 @@ def test_list_describe_and_check_print_answers(capsys, custom_file):
     assert gf.main(["check", f"{custom_file}:Forgetful"]) == 1
     assert gf.main(["describe", "topkk"]) == 2
     assert "Did you mean 'topk'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("zeros", [0.3, 0.5, 0.95])
+@pytest.mark.parametrize("keep", [0.01, 0.05, 0.5, 0.9])
+def test_tensors_with_many_zeros_lose_nothing_to_the_short_cut(zeros, keep):
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.randn(3000, generator=generator)
+    gradient[torch.rand(3000, generator=generator) < zeros] = 0.0
+    mask = plain_top(gradient.abs(), gf.keep_count(keep, 3000))
+    assert torch.equal(gf.pass_largest(gf.ordered_bits(gradient.abs().view(1, -1), True), int(mask.sum()))[0], mask)
+    signed = gf.ordered_bits(gradient.view(1, -1))
+    assert torch.equal(gf.pass_largest(signed, int(mask.sum()))[0], plain_top(gradient, int(mask.sum())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_masking_keeps_bits_and_gives_plain_zeros(dtype, size):
+    values = torch.randn(size).to(dtype)
+    values[:4] = torch.tensor([float("nan"), float("inf"), -0.0, -1.0])
+    mask = torch.rand(size) < 0.5
+    mask[:4] = torch.tensor([False, True, True, False])
+    expected = torch.where(mask, values, torch.zeros((), dtype=dtype))
+    for result in (gf.masked(values, mask), gf.masked(values.clone(), mask, out=values)):
+        assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8))
