@@ -7,6 +7,7 @@ A module adds up(down(x)) * multiplier * alpha / rank to the output of the layer
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,12 +20,36 @@ from torch import Tensor, nn
 from library.errors import OptionError
 from library.files import write_file
 from networks import lora_names
-from networks.lora_blocks import BlockPlan, block_plan, read_network_arguments
+from networks.lora_blocks import (
+    RANK_KEYS,
+    BlockPlan,
+    NetworkArguments,
+    block_plan,
+    get_block_dims_and_alphas,
+    get_block_index,
+    get_block_lr_weight,
+    parse_block_lr_kwargs,
+    read_network_arguments,
+)
+
+__all__ = [
+    "LoRAInfModule",
+    "LoRAModule",
+    "LoRANetwork",
+    "convert_diffusers_to_sai_if_needed",
+    "create_network",
+    "create_network_from_weights",
+    "get_block_dims_and_alphas",
+    "get_block_index",
+    "get_block_lr_weight",
+    "parse_block_lr_kwargs",
+]
 
 log = logging.getLogger(__name__)
 
 DEFAULT_RANK = 4
 DEFAULT_ALPHA = 1.0
+HALF_ROUNDING = 2.0**-8  # largest relative error of a number kept in bfloat16
 
 
 class LoRAModule(nn.Module):
@@ -36,10 +61,12 @@ class LoRAModule(nn.Module):
         dropout, rank_dropout, module_dropout: probabilities, only in train mode; None switches one off.
     """
 
+    alpha: Tensor
+
     def __init__(
         self,
         lora_name: str,
-        org_module: nn.Module,
+        org_module: Any,
         multiplier: float = 1.0,
         lora_dim: int = DEFAULT_RANK,
         alpha: float | Tensor | None = DEFAULT_ALPHA,
@@ -53,23 +80,18 @@ class LoRAModule(nn.Module):
         self.multiplier = multiplier
         self.dropout, self.rank_dropout, self.module_dropout = dropout, rank_dropout, module_dropout
         if isinstance(org_module, nn.Conv2d):
-            self.lora_down: nn.Module = nn.Conv2d(
-                org_module.in_channels,
-                lora_dim,
-                org_module.kernel_size,
-                org_module.stride,
-                org_module.padding,
-                bias=False,
-            )
-            self.lora_up: nn.Module = nn.Conv2d(lora_dim, org_module.out_channels, 1, bias=False)
+            window: dict[str, Any] = {name: getattr(org_module, name) for name in ("kernel_size", "stride", "padding")}
+            self.lora_down: nn.Conv2d | nn.Linear = nn.Conv2d(org_module.in_channels, lora_dim, bias=False, **window)
+            self.lora_up: nn.Conv2d | nn.Linear = nn.Conv2d(lora_dim, org_module.out_channels, 1, bias=False)
         else:
             self.lora_down = nn.Linear(org_module.in_features, lora_dim, bias=False)
             self.lora_up = nn.Linear(lora_dim, org_module.out_features, bias=False)
         nn.init.kaiming_uniform_(self.lora_down.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_up.weight)
-        self.register_buffer("alpha", torch.tensor(float(alpha) if alpha else float(lora_dim)))
-        self.scale = float(self.alpha) / lora_dim
-        self._original = [org_module]  # in a list, so that it is no sub-module and never saved
+        alpha = float(alpha) if alpha else float(lora_dim)
+        self.register_buffer("alpha", torch.tensor(alpha))
+        self.scale = alpha / lora_dim
+        self._original: list[Any] = [org_module]  # in a list, so that it is no sub-module and never saved
 
     def apply_to(self) -> None:
         """Put this module in front of the layer it stands beside."""
@@ -81,10 +103,10 @@ class LoRAModule(nn.Module):
         output = self._original_forward(x, *args, **kwargs)
         if self.training and self.module_dropout and torch.rand(1).item() < self.module_dropout:
             return output
-        return output + self._update(x) * self.multiplier
+        return output + self._update(x)
 
     def _update(self, x: Tensor) -> Tensor:
-        hidden, scale = self.lora_down(x), self.scale
+        hidden, scale = self.lora_down(x), self.scale * self.multiplier
         if self.training and self.dropout:
             hidden = nn.functional.dropout(hidden, self.dropout)
         if self.training and self.rank_dropout:
@@ -93,11 +115,17 @@ class LoRAModule(nn.Module):
             shape = (-1, self.lora_dim, 1, 1) if channels_first else (-1, *[1] * (hidden.dim() - 2), self.lora_dim)
             hidden = hidden * kept.reshape(shape).to(hidden.dtype)
             scale = scale / (1.0 - self.rank_dropout)
-        return self.lora_up(hidden) * scale
+        return self.lora_up(hidden * scale)  # scaled where it is small: rank values a position, not the layer's width
 
     def product(self) -> Tensor:
         """Give scale * up * down as a weight of the layer's own shape."""
         return low_rank_product(self.lora_up.weight, self.lora_down.weight) * self.scale
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        loaded = float(self.alpha) / self.lora_dim
+        if not math.isclose(loaded, self.scale, rel_tol=HALF_ROUNDING):  # an alpha only rounded is no other alpha
+            self.scale = loaded
 
 
 class LoRAInfModule(LoRAModule):
@@ -121,8 +149,8 @@ class LoRANetwork(nn.Module):
 
     Args:
         text_encoder: one text encoder, or a list of them. unet: a Diffusers U-Net. plan: rank and alpha of every layer.
-        multiplier: of every module's output. dropout, rank_dropout, module_dropout: as in LoRAModule.
-        module_class: LoRAModule, or LoRAInfModule for merging.
+        multiplier: of every module's output. dropouts: dropout, rank_dropout and module_dropout of LoRAModule.
+        module_class: LoRAModule, or LoRAInfModule for merging. source: option and file, for messages of a merge.
     """
 
     UNET_TARGET_REPLACE_MODULE = ("Transformer2DModel",)
@@ -139,17 +167,17 @@ class LoRANetwork(nn.Module):
         unet: nn.Module,
         plan: BlockPlan,
         multiplier: float = 1.0,
-        dropout: float | None = None,
-        rank_dropout: float | None = None,
-        module_dropout: float | None = None,
+        dropouts: Mapping[str, float | None] | None = None,
         module_class: type[LoRAModule] = LoRAModule,
+        source: str = "--base_weights",
     ):
         super().__init__()
         text_encoders = list(text_encoder) if isinstance(text_encoder, (list, tuple)) else [text_encoder]
         self.plan = plan
         self.multiplier = multiplier
+        self.source = source
         self.lora_dim, self.alpha = plan.rank, plan.alpha
-        dropouts = {"dropout": dropout, "rank_dropout": rank_dropout, "module_dropout": module_dropout}
+        dropouts = dropouts or {}
 
         def build(layers: Iterator[tuple[str, nn.Module]]) -> list[LoRAModule]:
             built = []
@@ -198,18 +226,12 @@ class LoRANetwork(nn.Module):
 
     # --------------------------------------------------------------------------------------------------- training
 
-    def parameter_tags(self) -> Iterator[tuple[nn.Parameter, str, str, str]]:
+    def parameter_tags(self) -> Iterator[tuple[Tensor, str, str, str]]:
         """Give (parameter, name, role ``down`` or ``up``, block label) of everything that is trained."""
         for module in self.loras:
             block = lora_names.block_label(module.lora_name, self.plan.is_sdxl)
             yield module.lora_down.weight, f"{module.lora_name}.lora_down.weight", "down", block
             yield module.lora_up.weight, f"{module.lora_name}.lora_up.weight", "up", block
-
-    def prepare_optimizer_params_with_multiple_te_lrs(
-        self, text_encoder_lr: Sequence[float] | float | None, unet_lr: float | None, default_lr: float | None
-    ) -> tuple[list[dict[str, Any]], list[str]]:
-        """As :meth:`prepare_optimizer_params`; only the first text encoder rate counts."""
-        return self.prepare_optimizer_params(text_encoder_lr, unet_lr, default_lr)
 
     def prepare_optimizer_params(
         self,
@@ -217,13 +239,26 @@ class LoRANetwork(nn.Module):
         unet_lr: float | None,
         default_lr: float | None,
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Give the optimizer's groups and a description of each; a part whose rate is 0 is left out."""
-        if isinstance(text_encoder_lr, (list, tuple)):
-            text_encoder_lr = text_encoder_lr[0] if text_encoder_lr else None
+        """As :meth:`prepare_optimizer_params_with_multiple_te_lrs` with one rate; of a list the first counts."""
+        rates = list(text_encoder_lr or ()) if isinstance(text_encoder_lr, Sequence) else [text_encoder_lr]
+        return self.prepare_optimizer_params_with_multiple_te_lrs(rates[:1], unet_lr, default_lr)
+
+    def prepare_optimizer_params_with_multiple_te_lrs(
+        self,
+        text_encoder_lr: Sequence[float | None] | float | None,
+        unet_lr: float | None,
+        default_lr: float | None,
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        """Give the optimizer's groups and a description of each; a part whose rate is 0 is left out.
+
+        Args:
+            text_encoder_lr: one rate, or one for each text encoder. unet_lr: of the U-Net.
+            default_lr: for parts whose rate is None.
+        """
         groups: list[dict[str, Any]] = []
         descriptions: list[str] = []
 
-        def add(modules: list[LoRAModule], rate: float | None, ratio: float | None, description: str) -> None:
+        def add(modules: Sequence[LoRAModule], rate: float | None, ratio: float | None, description: str) -> None:
             if not rate or not modules:
                 return
             down = {f"{m.lora_name}.lora_down.weight": m.lora_down.weight for m in modules}
@@ -233,19 +268,39 @@ class LoRANetwork(nn.Module):
                 groups.append({"params": params.values(), "lr": its_rate})
                 descriptions.append(description + suffix)
 
-        text_rate = default_lr if text_encoder_lr is None else text_encoder_lr
-        add(self.text_encoder_loras, text_rate, self.plan.text_encoder_ratio, "textencoder")
+        for modules, rate, description in self._text_encoder_parts(text_encoder_lr):
+            add(modules, default_lr if rate is None else rate, self.plan.text_encoder_ratio, description)
         unet_rate = default_lr if unet_lr is None else unet_lr
-        if not self.plan.lr_weights:
+        if self.plan.lr_weights is None:
             add(self.unet_loras, unet_rate, self.plan.unet_ratio, "unet")
         else:
-            by_block: dict[int | None, list[LoRAModule]] = {}
+            by_block: dict[int, list[LoRAModule]] = {}
             for module in self.unet_loras:
-                by_block.setdefault(lora_names.block_number(module.lora_name, self.plan.is_sdxl), []).append(module)
+                by_block.setdefault(get_block_index(module.lora_name, self.plan.is_sdxl), []).append(module)
             for block, modules in by_block.items():
-                rate = (unet_rate or 0.0) * self.plan.lr_weight(block)
-                add(modules, rate, self.plan.unet_ratio, f"unet_block{block}")
+                factor = 1.0 if block < 0 else self.plan.lr_weights[block]
+                add(modules, (unet_rate or 0.0) * factor, self.plan.unet_ratio, f"unet_block{block}")
         return groups, descriptions
+
+    def _text_encoder_parts(
+        self, rates: Sequence[float | None] | float | None
+    ) -> list[tuple[list[LoRAModule], float | None, str]]:
+        """Give (modules, rate, description): all text encoders together, or each alone where their rates differ."""
+        listed = list(rates) if isinstance(rates, Sequence) else [rates]
+        listed = listed or [None]
+        if len(set(listed)) == 1:
+            return [(self.text_encoder_loras, listed[0], "textencoder")]
+        by_prefix: dict[str, list[LoRAModule]] = {}
+        for module in self.text_encoder_loras:
+            by_prefix.setdefault(module.lora_name.partition("_text_model")[0], []).append(module)
+        if len(by_prefix) <= 1:
+            log.warning("--text_encoder_lr has %d rates for one text encoder, %s is used", len(listed), listed[0])
+            return [(self.text_encoder_loras, listed[0], "textencoder")]
+        prefixes = (self.LORA_PREFIX_TEXT_ENCODER1, self.LORA_PREFIX_TEXT_ENCODER2)
+        return [
+            (by_prefix.get(prefix, []), rate, f"textencoder{number}")
+            for number, (prefix, rate) in enumerate(zip(prefixes, listed), start=1)
+        ]
 
     def enable_gradient_checkpointing(self) -> None:
         """Nothing to do: the base model recomputes, the modules inside it follow."""
@@ -265,17 +320,15 @@ class LoRANetwork(nn.Module):
         Returns:
             Number of modules scaled, mean and largest norm after scaling.
         """
-        norms, scaled = [], 0
         with torch.no_grad():
-            for module in self.loras:
-                norm = module.product().norm().clamp(min=limit / 2)
-                ratio = norm.clamp(max=limit) / norm
-                if ratio.item() != 1.0:
-                    scaled += 1
-                    module.lora_up.weight.mul_(ratio.sqrt())
-                    module.lora_down.weight.mul_(ratio.sqrt())
-                norms.append((norm * ratio).item())
-        return scaled, sum(norms) / len(norms), max(norms)
+            norms = torch.stack([module.product().norm() for module in self.loras]).clamp(min=limit / 2)
+            ratios = norms.clamp(max=limit) / norms
+            too_large = [(m, ratio) for m, ratio in zip(self.loras, ratios.tolist()) if ratio != 1.0]
+            for module, ratio in too_large:
+                module.lora_up.weight.mul_(ratio**0.5)
+                module.lora_down.weight.mul_(ratio**0.5)
+            limited = norms * ratios
+        return len(too_large), limited.mean().item(), limited.max().item()
 
     # ------------------------------------------------------------------------------------------------------ files
 
@@ -288,34 +341,36 @@ class LoRANetwork(nn.Module):
         Raises:
             OptionError: nothing fits, or a tensor has another rank.
         """
-        return self.load_tensors(read_network_file(file), str(file))
+        return self.load_tensors(read_network_file(file, "--network_weights"), f"--network_weights {file}")
 
     def load_tensors(self, tensors: Mapping[str, Tensor], source: str) -> str:
-        """Load tensors by key; see :meth:`load_weights`."""
+        """Load tensors by key; ``source`` names their option and file in messages. See :meth:`load_weights`."""
+        if self.plan.is_sdxl:
+            tensors = convert_diffusers_to_sai_if_needed(tensors)
         own = self.state_dict()
         matching = {key: value for key, value in tensors.items() if key in own}
         if not matching:
             raise OptionError(
-                f"--network_weights {source}: none of its {len(tensors)} tensors belongs to this network "
-                f"(first key {next(iter(tensors), 'none')}). Give a LoRA of this kind of model"
+                f"{source}: none of its {len(tensors)} tensors belongs to this network (the file has "
+                f"{next(iter(tensors), 'nothing')}, this network {next(iter(own))}). Give a LoRA of this kind of model"
             )
         for key, value in matching.items():
-            if value.numel() != own[key].numel():
+            if _trimmed_shape(value) != _trimmed_shape(own[key]):
                 raise OptionError(
-                    f"--network_weights {source}: {key} has shape {list(value.shape)}, this network's is "
-                    f"{list(own[key].shape)}. Give the file's --network_dim and conv_dim, or add --dim_from_weights"
+                    f"{source}: {key} has shape {list(value.shape)}, this network's is {list(own[key].shape)}. "
+                    f"Give the --network_dim and conv_dim of the file, or add --dim_from_weights"
                 )
-            own[key] = value.reshape(own[key].shape).to(own[key].dtype)  # SD2 files differ in 1x1 convolutions
+            own[key] = value.reshape(own[key].shape).to(own[key].dtype)
+        scales = [module.scale for module in self.loras]
         self.load_state_dict(own)
-        for module in self.loras:
-            module.scale = float(module.alpha) / module.lora_dim
-        missing, extra = len(own) - len(matching), len(tensors) - len(matching)
-        line = f"network weights: {len(matching)} tensors loaded from {source}"
-        if missing or extra:
-            line += f", {missing} of this network are not in it, {extra} of it are not used"
-            log.warning(line)
-        else:
-            log.info(line)
+        notes = {
+            f"{len(own) - len(matching)} of this network are not in it": len(own) - len(matching),
+            f"{len(tensors) - len(matching)} of it are not used": len(tensors) - len(matching),
+            "its alpha replaces --network_alpha": scales != [module.scale for module in self.loras],
+        }
+        said = [note for note, true in notes.items() if true]
+        line = ", ".join([f"{source}: {len(matching)} tensors loaded", *said])
+        log.log(logging.WARNING if said else logging.INFO, line)
         return line
 
     def save_weights(self, file: str | Path, dtype: torch.dtype | None, metadata: dict[str, str] | None) -> None:
@@ -329,19 +384,17 @@ class LoRANetwork(nn.Module):
         if path.suffix != ".safetensors":
             write_file(path, lambda temporary: torch.save(tensors, temporary))
             return
-        metadata = dict(metadata or {})
-        if metadata:
-            model_hash, legacy_hash = precalculate_safetensors_hashes(tensors, metadata)
-            metadata |= {"sshs_model_hash": model_hash, "sshs_legacy_hash": legacy_hash}
-        write_file(path, lambda temporary: save_file(tensors, temporary, metadata=metadata or None))
+        model_hash, legacy_hash = precalculate_safetensors_hashes(tensors, metadata or {})
+        content = {**(metadata or {}), "sshs_model_hash": model_hash, "sshs_legacy_hash": legacy_hash}
+        write_file(path, lambda temporary: save_file(tensors, temporary, metadata=content))
 
     def merge_to(
         self, text_encoder: Any, unet: nn.Module, weights_sd: Mapping[str, Tensor], dtype: torch.dtype, device: Any
     ) -> None:
-        """Merge ``weights_sd`` into the base model; the network must be made of LoRAInfModule."""
+        """Merge ``weights_sd`` into the base model; the network must be made with ``for_inference``."""
         for module in self.loras:
             self.add_module(module.lora_name, module)
-        self.load_tensors(weights_sd, "--base_weights")
+        self.load_tensors(weights_sd, self.source)
         for module in self.loras:
             if isinstance(module, LoRAInfModule):
                 module.merge_to(dtype, device)
@@ -380,8 +433,8 @@ def text_encoder_layers(encoder: nn.Module, index: int, count: int) -> Iterator[
 # ------------------------------------------------------------------------------------------------ module contract
 
 
-def read_network_file(file: str | Path) -> dict[str, Tensor]:
-    """Read the tensors of a LoRA file.
+def read_network_file(file: str | Path, option: str) -> dict[str, Tensor]:
+    """Read the tensors of a LoRA file; ``option`` names it in messages.
 
     Raises:
         OptionError: missing, damaged, or a pickle that needs code.
@@ -390,8 +443,14 @@ def read_network_file(file: str | Path) -> dict[str, Tensor]:
 
     path = Path(file)
     if not path.is_file():
-        raise OptionError(f"--network_weights {file}: there is no such file. Give a .safetensors, .ckpt or .pt LoRA")
-    return read_tensors(path, "--network_weights")
+        raise OptionError(f"{option} {file}: there is no such file. Give a .safetensors, .ckpt or .pt LoRA")
+    return read_tensors(path, option)
+
+
+def _trimmed_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Give the shape of a factor without the trailing ones by which a 1x1 convolution differs from a linear layer."""
+    shape = tuple(tensor.shape)
+    return shape[:2] if shape[2:] == (1, 1) else shape
 
 
 def _is_sdxl(text_encoder: Any) -> bool:
@@ -408,28 +467,33 @@ def create_network(
     neuron_dropout: float | None = None,
     **kwargs: Any,
 ) -> LoRANetwork:
-    """Build the network that the options describe; see the module contract in docs/architecture.md.
+    """Build the network that the options describe, not yet attached.
 
     Args:
         multiplier: of every module's output. network_dim, network_alpha: rank and alpha, None for 4 and 1.
-        text_encoder: one, or a list; two make it SDXL. neuron_dropout: element dropout. kwargs: ``--network_args``.
+        text_encoder: one, or a list; two make it SDXL. neuron_dropout: element dropout. kwargs: ``--network_args``;
+            their ``dropout`` wins over ``neuron_dropout``.
 
     Raises:
         OptionError: an unknown key or a bad value in ``kwargs``.
     """
     arguments = read_network_arguments(kwargs)
-    rank = DEFAULT_RANK if network_dim is None else network_dim
-    alpha = DEFAULT_ALPHA if network_alpha is None else network_alpha
+    rank = DEFAULT_RANK if network_dim is None else int(network_dim)
+    alpha = DEFAULT_ALPHA if network_alpha is None else float(network_alpha)
     plan = block_plan(rank, alpha, arguments, _is_sdxl(text_encoder))
-    return LoRANetwork(
-        text_encoder,
-        unet,
-        plan,
-        multiplier,
-        dropout=neuron_dropout,
-        rank_dropout=arguments.rank_dropout,
-        module_dropout=arguments.module_dropout,
-    )
+    dropouts = _dropouts(arguments, neuron_dropout)
+    given = {key: value for key, value in dataclasses.asdict(arguments).items() if value and key not in dropouts}
+    said = {"rank": rank, "alpha": alpha, **given, **{key: value for key, value in dropouts.items() if value}}
+    log.info("LoRA: %s", ", ".join(f"{key} {value}" for key, value in said.items()))
+    return LoRANetwork(text_encoder, unet, plan, multiplier, dropouts)
+
+
+def _dropouts(arguments: NetworkArguments, neuron_dropout: float | None) -> dict[str, float | None]:
+    return {
+        "dropout": neuron_dropout if arguments.dropout is None else arguments.dropout,
+        "rank_dropout": arguments.rank_dropout,
+        "module_dropout": arguments.module_dropout,
+    }
 
 
 def create_network_from_weights(
@@ -444,28 +508,53 @@ def create_network_from_weights(
 ) -> tuple[LoRANetwork, dict[str, Tensor]]:
     """Build a network with the modules, ranks and alphas of a file; SDXL files in Diffusers naming are renamed.
 
+    Args:
+        multiplier: of every module's output. file: a LoRA; weights_sd: its tensors, where they are read already.
+        for_inference: build modules that can be merged. kwargs: ``--network_args``; ranks and alphas among them are
+            those of the file instead.
+
     Returns:
         The network, not yet attached or loaded, and the tensors.
+
+    Raises:
+        OptionError: the file is no LoRA, or not one of this kind of model.
     """
-    tensors = dict(weights_sd) if weights_sd is not None else read_network_file(str(file))
+    option = "--base_weights" if for_inference else "--network_weights"
+    tensors = dict(read_network_file(str(file), option) if weights_sd is None else weights_sd)
     is_sdxl = _is_sdxl(text_encoder)
     if is_sdxl:
         tensors = convert_diffusers_to_sai_if_needed(tensors)
     ranks = {key.split(".")[0]: value.shape[0] for key, value in tensors.items() if key.endswith("lora_down.weight")}
     alphas = {key.split(".")[0]: float(value) for key, value in tensors.items() if key.endswith(".alpha")}
     if not ranks:
-        raise OptionError(f"--network_weights {file}: it holds no LoRA (no lora_down.weight). Give a LoRA file")
+        raise OptionError(f"{option} {file}: it holds no LoRA (no key ends with lora_down.weight). Give a LoRA file")
     arguments = read_network_arguments(kwargs)
+    replaced = [key for key in RANK_KEYS if getattr(arguments, key) is not None]
+    if replaced:
+        log.warning("--network_args: %s come from %s instead (--dim_from_weights)", ", ".join(replaced), file)
     plan = block_plan(DEFAULT_RANK, DEFAULT_ALPHA, arguments, is_sdxl)
     plan = plan.with_modules({name: (rank, alphas.get(name, float(rank))) for name, rank in ranks.items()})
-    module_class = LoRAInfModule if for_inference else LoRAModule
-    return LoRANetwork(text_encoder, unet, plan, multiplier, module_class=module_class), tensors
+    network = LoRANetwork(
+        text_encoder,
+        unet,
+        plan,
+        multiplier,
+        _dropouts(arguments, None),
+        module_class=LoRAInfModule if for_inference else LoRAModule,
+        source=f"{option} {file}",
+    )
+    if not network.loras:
+        raise OptionError(
+            f"{option} {file}: none of its {len(ranks)} modules is in this model (the first is {next(iter(ranks))}). "
+            f"Give a LoRA of this kind of model"
+        )
+    return network, tensors
 
 
-def convert_diffusers_to_sai_if_needed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def convert_diffusers_to_sai_if_needed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give SDXL tensors with the block names of the original model."""
     if not any(key.startswith(("lora_unet_down_blocks", "lora_unet_up_blocks")) for key in weights):
-        return weights
+        return dict(weights)
     renamed = {}
     for key, value in weights.items():
         name, dot, rest = key.partition(".")

@@ -57,7 +57,8 @@ def block_number(key: str, is_sdxl: bool) -> int | None:
         found = _SDXL_BLOCK.match(key)
         if found:
             return _SDXL_FIRST[found[1]] + int(found[2])
-        return 0 if key.startswith(("lora_unet_time_embed", "lora_unet_label_emb")) else None
+        outside = {"time_embed": 0, "label_emb": 0, "out_": SDXL_BLOCKS - 1}
+        return next((number for name, number in outside.items() if key.startswith(f"{PREFIX_UNET}_{name}")), None)
     if key.startswith("lora_unet_mid_block"):
         return 12
     found = _SD_BLOCK.match(key)

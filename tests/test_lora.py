@@ -57,14 +57,16 @@ def test_keys_and_shapes_equal_the_specification(name, conv):
     unet, text_encoder = full_size(name)
     arguments = {"conv_dim": "4"} if conv else {}
     with torch.device("meta"):
-        # alpha is read as a number, so it has to exist
-        real_tensor = torch.tensor
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lora.torch, "tensor", lambda *a, **k: real_tensor(*a, **{**k, "device": "cpu"}))
-            network = lora.create_network(1.0, 4, 1.0, None, text_encoder, unet, **arguments)
+        network = lora.create_network(1.0, 4, 1.0, None, text_encoder, unet, **arguments)
     network.apply_to(text_encoder, unet)
     expected = spec_fixture(f"lora_keys_{name}{'_conv4' if conv else ''}.json")
     assert {key: list(value.shape) for key, value in network.state_dict().items()} == expected
+    tags = list(network.parameter_tags())
+    assert {(id(param), name, f"lora_{role}") for param, name, role, _ in tags} == {
+        (id(param), name, name.split(".")[1]) for name, param in network.named_parameters()
+    }
+    outside = {name for _, name, _, block in tags if not block}
+    assert not outside, "every layer lies in a block"
 
 
 class Block(torch.nn.Module):
