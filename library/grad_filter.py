@@ -275,7 +275,8 @@ def _entries_that_differ(bits: Tensor) -> Tensor | None:
     sample = bits[0, :: max(1, bits.shape[1] // 256)]
     if 4 * int(torch.count_nonzero(sample)) > 3 * sample.numel() or int(bits.min()) < 0:
         return None
-    return bits[bits > 0].view(1, -1)
+    values = bits[0].numpy()
+    return torch.from_numpy(values[values > 0]).view(1, -1)
 
 
 def _threshold_bit_by_bit(bits: Tensor, count: int) -> Tensor:
@@ -777,7 +778,12 @@ def known_filters() -> dict[str, Registered]:
     """Give every filter known by name: the core ones, those of grad_filter_stages.py, and those of filter folders."""
     _load_beside("grad_filter_stages")
     for path in _files_of_folders():
-        _load_file(path)
+        try:
+            module = _load_file(path).__name__
+            if not any(found.target.__module__ == module for found in FILTERS.values()):
+                FILTERS[path.stem] = _from_file(path.stem, path)
+        except GradFilterError as error:  # one broken file must not hide the others
+            log.warning("%s", error)
     return FILTERS
 
 
