@@ -207,7 +207,7 @@ class NetworkTrainer:
         encoders = _encoders_argument(model)
         if args.dim_from_weights:
             network, _ = module.create_network_from_weights(
-                1.0, args.network_weights, model.vae, encoders, model.unet, **arguments
+                1.0, args.network_weights, model.vae, encoders, model.unet, **extra
             )
         else:
             network = module.create_network(
@@ -579,9 +579,9 @@ def _check_network(args: Namespace) -> None:
     _network_module(args.network_module)
     arguments = parse_strings(args.network_args, "--network_args")
     if args.network_module == "networks.lora":
-        from networks.lora_blocks import read_network_arguments
+        from networks.lora_blocks import block_plan, read_network_arguments
 
-        read_network_arguments(arguments)
+        block_plan(args.network_dim, args.network_alpha, read_network_arguments(arguments), is_sdxl=False)
 
 
 def _network_module(name: str) -> Any:

@@ -21,6 +21,8 @@ from library.errors import OptionError
 from library.files import write_file
 from networks import lora_names
 from networks.lora_blocks import (
+    DEFAULT_ALPHA,
+    DEFAULT_RANK,
     RANK_KEYS,
     BlockPlan,
     NetworkArguments,
@@ -47,8 +49,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-DEFAULT_RANK = 4
-DEFAULT_ALPHA = 1.0
 HALF_ROUNDING = 2.0**-8  # largest relative error of a number kept in bfloat16
 
 
@@ -478,12 +478,10 @@ def create_network(
         OptionError: an unknown key or a bad value in ``kwargs``.
     """
     arguments = read_network_arguments(kwargs)
-    rank = DEFAULT_RANK if network_dim is None else int(network_dim)
-    alpha = DEFAULT_ALPHA if network_alpha is None else float(network_alpha)
-    plan = block_plan(rank, alpha, arguments, _is_sdxl(text_encoder))
+    plan = block_plan(network_dim, network_alpha, arguments, _is_sdxl(text_encoder))
     dropouts = _dropouts(arguments, neuron_dropout)
     given = {key: value for key, value in dataclasses.asdict(arguments).items() if value and key not in dropouts}
-    said = {"rank": rank, "alpha": alpha, **given, **{key: value for key, value in dropouts.items() if value}}
+    said = {"rank": plan.rank, "alpha": plan.alpha, **given, **{key: value for key, value in dropouts.items() if value}}
     log.info("LoRA: %s", ", ".join(f"{key} {value}" for key, value in said.items()))
     return LoRANetwork(text_encoder, unet, plan, multiplier, dropouts)
 
@@ -532,7 +530,7 @@ def create_network_from_weights(
     replaced = [key for key in RANK_KEYS if getattr(arguments, key) is not None]
     if replaced:
         log.warning("--network_args: %s come from %s instead (--dim_from_weights)", ", ".join(replaced), file)
-    plan = block_plan(DEFAULT_RANK, DEFAULT_ALPHA, arguments, is_sdxl)
+    plan = block_plan(None, None, arguments, is_sdxl)
     plan = plan.with_modules({name: (rank, alphas.get(name, float(rank))) for name, rank in ranks.items()})
     network = LoRANetwork(
         text_encoder,

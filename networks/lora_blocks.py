@@ -14,6 +14,8 @@ from networks.lora_names import SD_BLOCKS, SDXL_BLOCKS, block_number
 
 log = logging.getLogger(__name__)
 
+DEFAULT_RANK = 4
+DEFAULT_ALPHA = 1.0
 OFF_VALUES = {"0", "0.0", "false", ""}
 
 
@@ -302,12 +304,18 @@ class BlockPlan:
         return self.conv_block_ranks[block], self.conv_block_alphas[block]
 
 
-def block_plan(rank: int, alpha: float, arguments: NetworkArguments, is_sdxl: bool) -> BlockPlan:
+def block_plan(rank: int | None, alpha: float | None, arguments: NetworkArguments, is_sdxl: bool) -> BlockPlan:
     """Turn options into a plan; needs no model, so a mistake is known before one is loaded.
+
+    Args:
+        rank, alpha: ``--network_dim`` and ``--network_alpha``, None for 4 and 1. arguments: ``--network_args``.
+        is_sdxl: whether blocks are those of SDXL.
 
     Raises:
         OptionError: a list has the wrong length, a factor is not readable, or the rank is below 1.
     """
+    rank = DEFAULT_RANK if rank is None else int(rank)
+    alpha = DEFAULT_ALPHA if alpha is None else float(alpha)
     if rank < 1:
         raise OptionError(f"--network_dim {rank}: a rank is at least 1. Example: --network_dim 16")
     if not 0.0 <= alpha < math.inf:
