@@ -675,3 +675,10 @@ def test_memory_for_pictures_stays_bounded(monkeypatch):
     handle, _, _ = followed("random p=0.5", 50)
     steps, rows = handle.statistics.table("kept")
     assert steps == list(range(0, 49, 4)) and len(rows[0]) == len(steps)
+
+
+def test_the_gallery_says_what_the_filters_say():
+    from tools.write_docs import REPOSITORY, filter_gallery
+
+    written = (REPOSITORY / "docs" / "grad_filter_gallery.md").read_text(encoding="utf-8")
+    assert written == filter_gallery(), "run python tools/write_docs.py"

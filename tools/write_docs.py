@@ -1,4 +1,4 @@
-"""Write the generated documents: docs/arguments.md from the table of options."""
+"""Write the generated documents: arguments from the table of options, the gallery of filters from their own words."""
 
 from __future__ import annotations
 
@@ -16,6 +16,35 @@ before anything is loaded, when it asks for something. `*` takes several words.
 """
 
 
+GALLERY_INTRODUCTION = """# Every gradient filter
+
+Made by `python tools/write_docs.py` from the filters' own words; [grad_filters.md](grad_filters.md) is the page to read first.
+Every filter that scores also has the options `keep=0.1`, `ndim`, `jitter=0.0` and `seed=0`.
+
+"""
+
+
+def filter_gallery() -> str:
+    """Give a section for each filter that comes with the trainer, and a table of the presets."""
+    import inspect
+
+    from library import grad_filter
+
+    sections = []
+    for name, found in sorted(grad_filter.known_filters().items()):
+        if not found.target.__module__.startswith("library."):
+            continue  # what a user dropped into custom_filters is theirs to describe
+        options = ", ".join(f"`{key}={item.default}`" for key, item in found.options().items()) or "none"
+        text = (inspect.getdoc(found.target) or "").replace("``", "`")
+        sections.append(f"## {name}\n\n*{found.kind}*: {found.summary}\n\n{text}\n\nDefaults: {options}\n")
+    rows = [
+        f"| `{name}` | `{preset.stages}` | {' '.join(f'`{word}`' for word in preset.args)} | {preset.summary} |"
+        for name, preset in sorted(grad_filter.PRESETS.items())
+    ]
+    presets = "## Presets\n\n| name | stages | options | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+    return GALLERY_INTRODUCTION + "\n".join(sections) + "\n" + presets
+
+
 def main() -> None:
     from library.args import arguments_table
     from library.files import write_text
@@ -27,6 +56,7 @@ def main() -> None:
         f"as `bitsandbytes.optim.AdEMAMix8bit` or `pytorch_optimizer.CAME`.\n"
     )
     write_text(REPOSITORY / "docs" / "arguments.md", INTRODUCTION + arguments_table() + optimizers)
+    write_text(REPOSITORY / "docs" / "grad_filter_gallery.md", filter_gallery())
 
 
 if __name__ == "__main__":
