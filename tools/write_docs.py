@@ -18,8 +18,8 @@ before anything is loaded, when it asks for something. `*` takes several words.
 
 GALLERY_INTRODUCTION = """# Every gradient filter
 
-Made by `python tools/write_docs.py` from the filters' own words; read [grad_filters.md](grad_filters.md) first. Every filter
-that scores also has the options `keep=0.1`, `ndim`, `jitter=0.0` and `seed=0`.
+Made by `python tools/write_docs.py` from the filters' own words; read [grad_filters.md](grad_filters.md) first. Every
+filter that scores also has the options `keep=0.1`, `ndim`, `jitter=0.0` and `seed=0`.
 
 """
 
