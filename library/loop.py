@@ -177,6 +177,7 @@ class TrainingLoop:
         if self.filter is not None:
             self.filter.set_context(
                 total_steps=self.plan.max_steps,
+                micro_steps=len(results),
                 timesteps=torch.cat([result.timesteps for result in results]),
                 losses=torch.cat([result.losses for result in results]),
             )

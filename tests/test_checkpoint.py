@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from library import checkpoint_keys as keys
 from library.checkpoint import check_model, find_model, load_sd_model, load_vae, save_single_file
 from library.errors import OptionError
 from tests.training import first_difference
@@ -68,6 +69,22 @@ def test_diffusers_converts_our_file_to_the_folder(models, v2):
     assert set(converted) == set(own)
     for key, value in converted.items():
         assert torch.equal(value.reshape(own[key].shape), own[key]), key
+
+
+def test_diffusers_converts_our_text_encoder_of_sd2(models):
+    """Fused projections are the part of the map that a wrong order of query, key and value would hide in."""
+    from diffusers.loaders import single_file_utils as theirs
+
+    folder, file = models[True]
+    own = load_sd_model(folder, v2=True, dtype=torch.float32).text_encoders[0]
+    converted = theirs.convert_open_clip_checkpoint(own, load_file(file), prefix="cond_stage_model.model.")
+    state = {keys.canonical_text_key(key): value for key, value in own.state_dict().items()}
+    compared = 0
+    for key, value in converted.items():
+        if keys.canonical_text_key(key) in state:
+            assert torch.equal(value, state[keys.canonical_text_key(key)]), key
+            compared += 1
+    assert compared == len(state)
 
 
 def test_diffusers_loads_our_file_with_a_local_config(models):
