@@ -1311,27 +1311,24 @@ class Chain:
         if self.options.bias_correction == "entry" and self.options.policy != "freeze":
             raise GradFilterError("grad_filter: bias_correction=entry needs policy=freeze. Add policy=freeze")
 
-    def buckets(self, works: Sequence[Work]) -> Iterator[list[Work]]:
+    def buckets(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
         """Give the tensors that compete with each other, bucket by bucket."""
         scope, paired = self.options.scope, self.options.unit == "component"
-        found: dict[Any, list[Work]] = {}
-        for work in works:
-            key = {"global": 0, "group": work.context.group}.get(
-                scope, work.slot.component if paired else work.slot.index
-            )
-            found.setdefault(key, []).append(work)
+        found: dict[Any, list[Slot]] = {}
+        for slot in slots:
+            alone = slot.component if paired else slot.index
+            found.setdefault({"global": 0, "group": slot.context.group}.get(scope, alone), []).append(slot)
         yield from found.values()
 
     def run(self, works: Sequence[Work]) -> None:
-        """Take tensors through the chain."""
-        for bucket in self.buckets(works):
-            for work in bucket:
-                self.policy.begin(work)
-            for stage in self.stages:
-                stage.run(bucket)
-            for work in bucket:
-                work.scale_by(self.options.rescale)
-                self.policy.end(work)
+        """Take tensors that compete with each other through the chain."""
+        for work in works:
+            self.policy.begin(work)
+        for stage in self.stages:
+            stage.run(works)
+        for work in works:
+            work.scale_by(self.options.rescale)
+            self.policy.end(work)
 
 
 class Work:
@@ -1507,8 +1504,13 @@ class MicroSteps:
     """Counts the signs of the batches that are accumulated in one gradient."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new gradient."""
         self.count = 0
         self.signs: Tensor | None = None
+        self._before: Tensor | None = None
         self._gradient: Tensor | None = None
 
     @torch.no_grad()
@@ -1516,10 +1518,12 @@ class MicroSteps:
         """Look at a gradient to which a batch was added."""
         gradient = param.grad
         assert gradient is not None
-        added = gradient if self._gradient is None else gradient - self._gradient
+        if gradient is not self._gradient:
+            self.forget()  # a loss scaler left the step out, so nothing said that it ended
+        added = gradient if self._before is None else gradient - self._before
         signs = added.sign().to(torch.int16)
         self.signs = signs if self.signs is None else self.signs.add_(signs)
-        self._gradient = gradient.clone()
+        self._gradient, self._before = gradient, gradient.clone()
         self.count += 1
 
 
@@ -1544,6 +1548,11 @@ class Slot:
     @property
     def name(self) -> str:
         return self.tags.name or f"group{self.context.group}.index{self.index}"
+
+    @property
+    def gradient(self) -> Tensor:
+        assert self.param.grad is not None, self.name
+        return self.param.grad
 
     @property
     def component(self) -> Any:
@@ -1871,35 +1880,35 @@ class FilterHandle:
         slots = [slot for slot in self._all_slots() if slot.param.grad is not None]
         if not slots or not self._unscale(slots):
             return True
-        largest = _largest_entries([slot.param.grad for slot in slots])  # the one wait for the device in a step
+        largest = _largest_entries([slot.gradient for slot in slots])  # the one wait for the device in a step
         bad = [slot for slot, value in zip(slots, largest) if not math.isfinite(value)]
         if bad and any(slot.chain is None or slot.chain.skips_non_finite for slot in bad):
             self._leave_step_out(bad[0])
             return False
         for slot in bad:
-            slot.param.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        chosen: dict[ChainSpec, list[Work]] = {}
+            slot.gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        chosen: dict[ChainSpec, list[Slot]] = {}
         for slot, value in zip(slots, largest):
             if value == 0.0:
                 self.statistics.zero_tensors += 1
             elif slot.chain is not None and slot.chain.options.active(self.step):
-                chosen.setdefault(slot.chain.spec, []).append(self._begin(slot, slot.chain))
+                chosen.setdefault(slot.chain.spec, []).append(slot)
         if any(self._chains[spec].asks_for_norm for spec in chosen):
-            norm = torch.linalg.vector_norm(torch.stack([slot.param.grad.norm().float() for slot in slots]))
+            norm = torch.linalg.vector_norm(torch.stack([slot.gradient.norm().float() for slot in slots]))
             for slot in slots:
                 slot.context.total_norm = norm
         self._measures = self.step % self.spec.chain.options.log_every == 0
-        for spec, works in chosen.items():
-            self._run(self._chains[spec], works)
+        for spec, members in chosen.items():
+            for bucket in self._chains[spec].buckets(members):
+                self._run(self._chains[spec], bucket)
         self.step += 1
         return True
 
-    def _run(self, chain: Chain, works: list[Work]) -> None:
-        alone = chain.options.scope in ("row", "tensor") and chain.options.unit != "component"
-        for bucket in [[work] for work in works] if alone else [works]:  # one by one leaves little in memory
-            chain.run(bucket)
-            for work in bucket:
-                self._finish(chain, work)
+    def _run(self, chain: Chain, bucket: Sequence[Slot]) -> None:
+        works = [self._begin(slot, chain) for slot in bucket]  # one bucket at a time leaves little in memory
+        chain.run(works)
+        for work in works:
+            self._finish(chain, work)
 
     def _finish(self, chain: Chain, work: Work) -> None:
         slot = work.slot
@@ -1912,7 +1921,7 @@ class FilterHandle:
                 slot.followed.weight = slot.param.detach().clone()
         work.write_back()
         work.context.step += 1
-        if work.mask is not None:
+        if work.mask is not None and (chain.policy.ends_steps or slot.followed is not None):
             slot.mask, slot.factor = work.mask, work.factor
             chain.policy.before(slot, work, self._optimizer)
 
@@ -1924,13 +1933,12 @@ class FilterHandle:
         if scale is not None:
             inverse = 1.0 / float(scale)
             for slot in slots:
-                slot.param.grad.mul_(inverse)
+                slot.gradient.mul_(inverse)
             self._optimizer.grad_scale = None  # type: ignore[attr-defined]
         return True
 
     def _begin(self, slot: Slot, chain: Chain) -> Work:
-        gradient = slot.param.grad
-        assert gradient is not None
+        gradient = slot.gradient
         if gradient.is_sparse:
             raise GradFilterError(
                 f"grad_filter: the gradient of {slot.name} is sparse. Leave it out with --grad_filter_targets "
@@ -1938,7 +1946,7 @@ class FilterHandle:
             )
         slot.prepare()
         context, group = slot.context, self._optimizer.param_groups[slot.context.group]
-        context.lr, context.moments = group["lr"], self._optimizer.state.get(slot.param, {})
+        context.lr, context.moments = group.get("lr", 0.0), self._optimizer.state.get(slot.param, {})
         context.optimizer_step = self.step
         for name in FROM_TRAINER:
             setattr(context, name, self._facts.get(name))
@@ -1978,7 +1986,7 @@ class FilterHandle:
             slot.param.copy_(limit(slot.param.detach()))
         slot.mask, slot.factor, slot.before = None, None, {}
         if slot.micro is not None:
-            slot.micro.__init__()
+            slot.micro.forget()
 
     @torch.no_grad()
     def _filter_in_backward(self, slot: Slot, param: Tensor) -> None:
@@ -1989,7 +1997,7 @@ class FilterHandle:
         largest = _largest_entries([gradient])[0]
         if not math.isfinite(largest):
             if slot.chain.skips_non_finite:
-                self.statistics.skipped_steps += 1
+                self._leave_step_out(slot)
                 param.grad = None
                 return
             gradient.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -2063,13 +2071,14 @@ class FilterHandle:
         by_chain: dict[str, list[Slot]] = {}
         for slot in slots:
             by_chain.setdefault(slot.chain.spec.canonical() if slot.chain else "", []).append(slot)
+        policies = {chain.spec.canonical(): chain.policy for chain in self._chains.values()}
         lines = []
         for text, members in sorted(by_chain.items(), reverse=True):
             entries = sum(slot.param.numel() for slot in members)
             what = f"{len(members)} tensors, {entries} entries"
             if text:
                 lines.append(f"grad_filter: {text} on {what}; buffers {_megabytes(members)}")
-                lines += members[0].chain.policy.notes(members, self._optimizer)
+                lines += policies[text].notes(members, self._optimizer)
             else:
                 names = ", ".join(slot.name for slot in members[:3]) + (", ..." if len(members) > 3 else "")
                 lines.append(f"grad_filter: {what} pass untouched: {names}")
@@ -2195,7 +2204,7 @@ def _load_state_dict(optimizer: Any, state_dict: Mapping[str, Any]) -> Any:
 def _reduce(optimizer: Any, protocol: Any) -> Any:
     """Make copies and pickles of an optimizer keep its filter; torch's own forget everything that is attached."""
     handle: FilterHandle = getattr(optimizer, HANDLE_ATTRIBUTE)
-    plain = type(optimizer).__reduce_ex__(optimizer, protocol)
+    plain = type(optimizer).__reduce_ex__(optimizer, protocol)  # type: ignore[call-arg]
     return _rebuild, (plain[:3], handle.spec, handle._in_backward, handle.export_state())
 
 
