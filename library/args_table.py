@@ -19,6 +19,19 @@ def int_or_share(text: str) -> int | float:
     return number if number < 1 else int(text)
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+DYNAMO_BACKENDS = _names(
+    "eager aot_eager inductor aot_ts_nvfuser nvprims_nvfuser cudagraphs ofi fx2trt onnxrt tensort ipex tvm"
+)
+SAMPLERS = _names(
+    "ddim pndm lms euler euler_a heun dpm_2 dpm_2_a dpmsolver dpmsolver++ dpmsingle k_lms k_euler "
+    "k_euler_a k_dpm_2 k_dpm_2_a"
+)
+
+
 @dataclass(frozen=True)
 class Row:
     """One option. ``kind`` is bool for a switch; ``group`` names the function that adds it to a parser."""
@@ -458,22 +471,9 @@ ROWS: tuple[Row, ...] = (
         "dynamo_backend",
         str,
         "training",
-        "Backend used when torch_compile is on (GUI always writes it, even as 'no').",
+        "Backend used when torch_compile is on.",
         default="inductor",
-        choices=(
-            "eager",
-            "aot_eager",
-            "inductor",
-            "aot_ts_nvfuser",
-            "nvprims_nvfuser",
-            "cudagraphs",
-            "ofi",
-            "fx2trt",
-            "onnxrt",
-            "tensort",
-            "ipex",
-            "tvm",
-        ),
+        choices=DYNAMO_BACKENDS,
     ),
     Row("highvram", bool, "training", "Do not empty the device cache after each caching batch."),
     Row("ddp_timeout", int, "training", "Process-group time-out in minutes."),
@@ -521,24 +521,7 @@ ROWS: tuple[Row, ...] = (
         "training",
         "Default sampler.",
         default="ddim",
-        choices=(
-            "ddim",
-            "pndm",
-            "lms",
-            "euler",
-            "euler_a",
-            "heun",
-            "dpm_2",
-            "dpm_2_a",
-            "dpmsolver",
-            "dpmsolver++",
-            "dpmsingle",
-            "k_lms",
-            "k_euler",
-            "k_euler_a",
-            "k_dpm_2",
-            "k_dpm_2_a",
-        ),
+        choices=SAMPLERS,
     ),
     Row("sample_every_n_epochs", int, "training", "Epoch interval; wins over steps."),
     Row("sample_every_n_steps", int, "training", "Step interval."),

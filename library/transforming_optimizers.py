@@ -74,6 +74,14 @@ def transform_shape(shape: Sequence[int], param_ndim: int | None, whole_biases: 
     return (math.prod(shape[: ndim - kept]), *shape[ndim - kept :])
 
 
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """Call a closure with gradients enabled and give its loss; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 # ------------------------------------------------------------------------------------------------------------ base
 
 
@@ -217,10 +225,7 @@ class ParamTransformingOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Transform gradients, step, transform weights; a closure runs first, with gradients enabled."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for group in self.param_groups:
             scale = Scale(group["grad_scale"], group["grad_bias"])
             for param in group["params"]:
@@ -549,10 +554,7 @@ class ChainedParamTransformingOptimizer(ParamTransformingOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for link in self._links:
             for group in link.param_groups:
                 for param in group["params"]:
@@ -601,10 +603,7 @@ class FrankWolfe(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Make one step; a closure runs first, with gradients enabled."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
