@@ -742,10 +742,16 @@ class FilterSpec:
         return chain
 
     def metadata(self) -> dict[str, str]:
-        """Give the two entries recorded with a trained network; of a file that holds a filter only its base name."""
+        """Give the two entries recorded with a trained network; of files only their base names."""
         names = ",".join(os.path.basename(stage.name) for stage in self.chain.stages)
         words = [*self.chain.words(), *(f"@{word}" for word in self.target_words)]
-        return {"ss_grad_filter": names, "ss_grad_filter_args": " ".join(os.path.basename(word) for word in words)}
+        return {"ss_grad_filter": names, "ss_grad_filter_args": " ".join(map(_without_folders, words))}
+
+
+def _without_folders(word: str) -> str:
+    """Give a ``key=value`` word with the base names of the files in it."""
+    key, equals, value = word.partition("=")
+    return os.path.basename(key) + equals + ",".join(map(os.path.basename, value.split(",")))
 
 
 def _text(value: Any) -> str:

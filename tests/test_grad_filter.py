@@ -838,6 +838,18 @@ def test_settings_inside_optimizer_args_reach_the_filter_and_not_the_optimizer()
     }
 
 
+def test_metadata_names_files_without_their_folders(custom_file, tmp_path):
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.ones(1)}, tmp_path / "m.safetensors")
+    path = f"{tmp_path}/m.safetensors"
+    spec = gf.parse_spec(f"mask_file,{custom_file}:big", [f"path={path},{path}", "level=2"], [f"te={custom_file}:big"])
+    assert spec.metadata() == {
+        "ss_grad_filter": "mask_file,mine.py:big",
+        "ss_grad_filter_args": "mask_file.path=m.safetensors,m.safetensors mine.py:big.level=2.0 @te=mine.py:big",
+    }
+
+
 def test_two_different_filters_and_deepspeed_are_refused():
     with pytest.raises(gf.GradFilterError, match="Give it once"):
         gf.spec_from_args(argparse.Namespace(grad_filter="topk", optimizer_args=["grad_filter=sign"]))
