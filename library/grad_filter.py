@@ -830,8 +830,8 @@ def resolve(name: str, allow_code: bool = True) -> Registered:
     if name in FILTERS:  # registered by a file of another name
         return FILTERS[name]
     raise GradFilterError(
-        f"--grad_filter: no filter is called {name!r}.{_suggest(name, known)} Known: {', '.join(known)}. "
-        f"Example: --grad_filter topk"
+        f"--grad_filter: no filter is called {name!r}.{_suggest(name, known)} There are {len(known)}, among them topk, "
+        f"ema, snr, finite; python -m library.grad_filter list prints all"
     )
 
 
