@@ -21,7 +21,7 @@ from library.accelerator import DTYPES, LogSettings, ScalarLog, build_accelerato
 from library.args import check_options
 from library.batch_loss import BatchLoss, TextSettings
 from library.checkpoint import LoadedModel, find_model
-from library.config_util import load_dataset_specs
+from library.config_util import DatasetSpec, load_dataset_specs
 from library.dataset import TrainingData, dataset_metadata
 from library.errors import ErrorCollector, OptionError, RunStopped
 from library.key_values import as_items, parse_strings
@@ -151,6 +151,7 @@ class NetworkTrainer:
         found["seed"] = _choose_seed(args.seed, found["record"])
         with errors.check():
             specs = load_dataset_specs(args)
+            _refuse_output_preservation(specs)
             found["data"] = TrainingData(specs, seed=found["seed"], bucket_divisor=self.family.bucket_divisor)
             found["data"].check_images()
             if args.cache_latents or args.cache_latents_to_disk:
@@ -557,6 +558,15 @@ def _draw_filter_pictures(handle: grad_filter.FilterHandle, folder: Path) -> Non
             log.info("picture of the gradient filter: %s", picture)
     except Exception as error:  # everything that matters is saved by now
         log.warning("no picture of the gradient filter: %s: %s", type(error).__name__, error)
+
+
+def _refuse_output_preservation(specs: Sequence[DatasetSpec]) -> None:
+    for spec in specs:
+        for subset in spec.subsets:
+            if subset.custom_attributes.get("diff_output_preservation"):
+                raise OptionError(
+                    f"{subset.name}: diff_output_preservation in custom_attributes is not supported yet. Leave it out"
+                )
 
 
 def _check_filter(args: Namespace) -> None:
