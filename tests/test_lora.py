@@ -389,18 +389,21 @@ def test_block_weights_make_groups_and_leave_blocks_out():
         small_network(Unet(), down_lr_weight=",".join(["0"] * 12))
 
 
-def test_norms_are_limited_like_the_plain_rule():
+@pytest.mark.parametrize("limit,count", [(0.3, 2), (1.5, 1), (50.0, 0)])
+def test_norms_are_limited_like_the_plain_rule(limit, count):
     network = small_network(Unet(), conv_dim="2")
     before = [(m.lora_up.weight.clone(), m.lora_down.weight.clone(), m.scale) for m in network.loras]
-    scaled, mean, largest = network.apply_max_norm_regularization(0.3, torch.device("cpu"))
+    scaled, mean, largest = network.apply_max_norm_regularization(limit, torch.device("cpu"))
     expected = []
     for (up, down, scale), module in zip(before, network.loras):
         product = scale * torch.einsum("or,r...->o...", up.flatten(1), down)
-        norm = max(product.norm().item(), 0.15)
-        ratio = min(norm, 0.3) / norm
+        norm = max(product.norm().item(), limit / 2)
+        ratio = min(norm, limit) / norm
         expected.append(norm * ratio)
         torch.testing.assert_close(module.lora_up.weight, up * ratio**0.5)
-    assert scaled == 2 and largest == pytest.approx(max(expected)) and mean == pytest.approx(sum(expected) / 2)
+        torch.testing.assert_close(module.lora_down.weight, down * ratio**0.5)
+    assert scaled == count
+    assert (mean, largest) == (pytest.approx(sum(expected) / 2), pytest.approx(max(expected)))
 
 
 # ----------------------------------------------------------------------------------------------- real small models

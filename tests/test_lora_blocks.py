@@ -164,6 +164,8 @@ def test_words_that_a_front_end_left_in_are_refused_by_name():
             parse_strings([item, "conv_dim=16"], "--network_args")
 
 
-def test_an_alpha_that_acts_on_nothing_is_said(caplog):
-    plan(conv_alpha="4")
+@pytest.mark.parametrize("off", [{}, {"conv_dim": "0"}], ids=["absent", "zero"])
+def test_an_alpha_that_acts_on_nothing_is_said(off, caplog):
+    assert not plan(conv_alpha="4", **off).with_convolutions
+    assert read_network_arguments(off).conv_dim is None
     assert "no effect without conv_dim" in caplog.text
