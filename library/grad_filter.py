@@ -220,6 +220,9 @@ def keep_count(keep: float, size: int) -> int:
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Give contiguous tensors of equal size piece by piece, on the CPU in pieces that fit the cache."""
     flat = [tensor.view(-1) for tensor in tensors]
+    if flat[0].numel() <= CHUNK:
+        yield tuple(flat)
+        return
     step = CHUNK if flat[0].device.type == "cpu" else max(1, flat[0].numel())
     for start in range(0, flat[0].numel(), step):
         yield tuple(tensor[start : start + step] for tensor in flat)
@@ -563,6 +566,11 @@ def rms(grad: Tensor) -> Tensor:
     return grad.square().mean().sqrt()
 
 
+@functools.cache
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
+
+
 def masked(grad: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
     """Give the gradient with zeros where the mask is False; never a product, which would keep NaN and -0.
 
@@ -573,7 +581,7 @@ def masked(grad: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
         out = torch.empty_like(grad)
     whole = grad.is_contiguous() and mask.is_contiguous() and out.is_contiguous()
     if grad.device.type != "cpu" or grad.numel() <= CHUNK or not whole:
-        return torch.where(mask, grad, torch.zeros((), dtype=grad.dtype, device=grad.device), out=out)
+        return torch.where(mask, grad, _zero(grad.dtype, grad.device), out=out)
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[grad.element_size()]
     for values, passing, result in chunks(grad.view(integer), mask, out.view(integer)):
         bits = scratch(values.shape, integer, "mask").copy_(passing).neg_()  # all ones where it passes
@@ -1170,8 +1178,6 @@ class Stage:
             raise GradFilterError(f"{self.name}: mask() has to give bool, got {results[0].dtype}")
         else:
             masks = self._select(results, works)
-            for work in works:
-                work.asked = self._count(work.whole.numel(), work)
         for work, mask in zip(works, masks):
             passed = self._call(self._passed, work, mask=mask) if self._passed else None
             if self._factor is not None:
@@ -1205,7 +1211,9 @@ class Stage:
             bits = ordered_bits(scores[0].view(rows, size), nonnegative)
             if self.chain.limits_tensors:
                 bits = within_limits(bits, self.chain.floor, self.chain.cap)
-            return [pass_largest(bits, self._count(size, works[0])).view(scores[0].shape)]
+            count = self._count(size, works[0])
+            works[0].asked = count * rows
+            return [pass_largest(bits, count).view(scores[0].shape)]
         units = Units(self.chain.unit, works)
         contest = units.scores(scores)
         bits = [ordered_bits(one.view(1, -1), nonnegative) for one in contest]
@@ -1214,6 +1222,8 @@ class Stage:
         sizes = [one.shape[1] for one in bits]
         joined = torch.cat([one.to(bits[0].device) for one in bits], dim=1)
         count = min(self._count(sum(sizes), works[0]), sum(keep_count(self.chain.cap, size) for size in sizes))
+        for work in works:
+            work.asked = count / sum(sizes) * work.whole.numel()
         chosen = pass_largest(joined, count).view(-1).split(sizes)
         return units.masks([mask.to(one.device) for mask, one in zip(chosen, bits)])
 
@@ -2064,7 +2074,7 @@ class FilterHandle:
         if slot.chain is None:
             return True
         owners = [*(stage.name for stage in slot.chain.stages), POLICY_BUFFERS]
-        slot.loaded = {k: t.clone() for k, t in entry["buffers"].items() if k.rpartition(".")[0] in owners}
+        slot.loaded = {k: t for k, t in entry["buffers"].items() if k.rpartition(".")[0] in owners}
         found = {key.rpartition(".")[0] for key in slot.loaded}
         needs = {owner for owner, kept in slot.fresh_buffers(torch.zeros([1] * slot.param.dim())).items() if kept}
         return entry["step"] == 0 or needs <= found
@@ -2147,17 +2157,18 @@ class FilterHandle:
 
 def _largest_entries(gradients: Sequence[Tensor]) -> list[float]:
     """Give the largest magnitude in each gradient, NaN or Inf where it holds one, with one wait for each device."""
-    found: list[Tensor] = []
-    for gradient in gradients:
+    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    largest = [0.0] * len(gradients)
+    for place, gradient in enumerate(gradients):
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        if not values.numel():
-            found.append(torch.zeros((), device=values.device))
-            continue
-        low, high = torch.aminmax(values)  # both are NaN when one entry is
-        found.append(torch.maximum(-low, high).float())
-    if len({maximum.device for maximum in found}) == 1:
-        return torch.stack(found).tolist()
-    return [float(maximum) for maximum in found]
+        if values.numel():
+            by_device.setdefault(values.device, []).append((place, values))
+    for members in by_device.values():
+        ends = [end.float() for _, values in members for end in torch.aminmax(values)]  # NaN when one entry is
+        low, high = torch.stack(ends).view(-1, 2).unbind(1)
+        for (place, _), value in zip(members, torch.maximum(-low, high).tolist()):
+            largest[place] = value
+    return largest
 
 
 def _megabytes(slots: Sequence[Slot]) -> str:

@@ -135,8 +135,11 @@ def test_ema_and_topk_change_on_signsgd_are_the_requested_optimizer_bit_for_bit(
         give_gradients(params, step)
         plain = [request_step(p, q.grad, b, v, 1e-3, 0.9, ratio) for (p, b, v), q in zip(plain, params)]
         optimizer.step()
-    for param, (expected, _, _) in zip(params, plain):
+    saved = gf.handle_of(optimizer).export_state()["params"]
+    for param, (expected, mean, previous), kept in zip(params, plain, saved):
         assert torch.equal(param, expected)
+        assert torch.equal(kept["buffers"]["ema.ema"], mean)
+        assert torch.equal(kept["buffers"]["topk_change.prev"], previous)
 
 
 def test_topk_change_at_half_alternates_between_two_halves():

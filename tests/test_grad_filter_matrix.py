@@ -141,6 +141,11 @@ def test_cells_of_the_matrix(name, filter_name, dtype):
     check_cell(name, filter_name, dtype, policy)
 
 
+@pytest.mark.parametrize("name,filter_name", [("DAdaptAdan", "agree"), ("DAdaptAdanIP", "snr")])
+def test_what_is_measured_of_an_optimizer_does_not_depend_on_how_far_its_run_has_come(name, filter_name):
+    check_cell(name, filter_name, torch.bfloat16, "moments")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name,filter_name,dtype", CELLS, ids=ids)
