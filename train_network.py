@@ -9,14 +9,14 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent))  # library and networks lie beside this file, wherever it runs
 
-from library.args import network_parser, parse
+from library.args import parse, script_parser
 from library.errors import run_script
 from library.log import setup_logging
 
 
 def setup_parser() -> argparse.ArgumentParser:
     """Give the parser of every option of this script."""
-    return network_parser()
+    return script_parser("train_network")
 
 
 def __getattr__(name: str) -> object:

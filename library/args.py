@@ -8,13 +8,12 @@ import logging
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from library import grad_filter
-from library.args_table import DEPENDENT, REFUSED, ROWS, Row, int_or_share
-from library.config_util import add_config_arguments
+from library.args_table import DEPENDENT, REFUSED, ROWS, SCRIPTS, Row, int_or_share
 from library.errors import ErrorCollector, OptionError, did_you_mean
 from library.files import write_text
 from library.naming import check_output_name
@@ -22,10 +21,6 @@ from library.naming import check_output_name
 log = logging.getLogger(__name__)
 
 BY_NAME = {row.name: row for row in ROWS}
-FORMATS = {
-    "network": ("safetensors", ("ckpt", "pt", "safetensors")),
-    "checkpoint": (None, ("ckpt", "safetensors", "diffusers", "diffusers_safetensors")),
-}
 # sent by front-ends, meaningless here; named once in the log
 OBSOLETE = frozenset(
     [
@@ -110,11 +105,10 @@ def add_masked_loss_arguments(parser: ArgumentParser) -> None:
 
 
 def add_sd_saving_arguments(parser: ArgumentParser) -> None:
-    default, choices = FORMATS["checkpoint"]
-    parser.add_argument(
-        "--save_model_as", default=default, choices=(None, *choices), help=BY_NAME["save_model_as"].help
-    )
-    _add(parser, BY_NAME["use_safetensors"])
+    """Add the options that name the file format of a full model."""
+    for row in SCRIPTS["sdxl_train"].rows():
+        if row.group in ("file_format", "old_format"):
+            _add(parser, row)
 
 
 @grad_filter.with_grad_filter_arguments
@@ -141,31 +135,24 @@ def add_logging_arguments(parser: ArgumentParser) -> None:
     _add_groups(parser, "logging")
 
 
-def add_network_arguments(parser: ArgumentParser) -> None:
-    """Add the options that only the LoRA scripts have."""
+def add_sdxl_training_arguments(parser: ArgumentParser, support_text_encoder_caching: bool = True) -> None:
+    """Add the options that only the SDXL scripts have."""
     for row in ROWS:
-        if row.group == "network" and row.name != "prior_loss_weight":
+        if row.group == "sdxl" and (support_text_encoder_caching or not row.name.startswith("cache_text_encoder")):
             _add(parser, row)
-    default, choices = FORMATS["network"]
-    parser.add_argument(
-        "--save_model_as", default=default, choices=(None, *choices), help=BY_NAME["save_model_as"].help
-    )
 
 
-def network_parser() -> ArgumentParser:
-    """Build the parser of train_network.py."""
-    parser = ArgumentParser(description="Train a LoRA for Stable Diffusion 1.x or 2.x.", allow_abbrev=True)
-    add_logging_arguments(parser)
-    add_sd_models_arguments(parser)
-    add_deepspeed_arguments(parser)
-    add_dataset_arguments(parser, True, True, True)
-    add_training_arguments(parser, True)
-    add_masked_loss_arguments(parser)
-    add_optimizer_arguments(parser)
-    add_config_arguments(parser)
-    add_custom_train_arguments(parser)
-    add_model_spec_arguments(parser)
-    add_network_arguments(parser)
+def script_parser(name: str) -> ArgumentParser:
+    """Build the parser of a script.
+
+    Args:
+        name: of the script, without ``.py``; a key of ``args_table.SCRIPTS``.
+    """
+    script = SCRIPTS[name]
+    parser = ArgumentParser(description=script.summary, allow_abbrev=True)
+    for row in script.rows():
+        _add(parser, row)
+    grad_filter.add_arguments(parser)
     return parser
 
 
@@ -330,10 +317,10 @@ def _write_config(path: Path, args: Namespace, parser: ArgumentParser) -> None:
 # ---------------------------------------------------------------------------------------------------------- checks
 
 
-def refused_options(args: Namespace) -> list[str]:
+def refused_options(args: Namespace, script: str) -> list[str]:
     """Give one line for every refused option that asks for something."""
     lines = []
-    for name, reason in REFUSED.items():
+    for name, reason in {**REFUSED, **SCRIPTS[script].refused}.items():
         value = getattr(args, name, None)
         if value and value != BY_NAME[name].default:
             lines.append(f"--{name}: {reason}")
@@ -347,14 +334,17 @@ def verify_command_line_training_args(args: Namespace) -> None:
             log.warning("--%s on the command line can be read by every user of this machine. Use a config file", name)
 
 
-def check_options(args: Namespace) -> None:
+def check_options(args: Namespace, script: str = "train_network") -> None:
     """Check everything that needs no file's content, before anything is loaded.
+
+    Args:
+        script: name of the script whose options these are; scripts refuse different ones.
 
     Raises:
         OptionError: one line for each mistake.
     """
     errors = ErrorCollector()
-    errors.messages += refused_options(args)
+    errors.messages += refused_options(args, script)
     for check in (_check_paths, _check_lengths, _check_numbers, _check_combinations):
         with errors.check():
             check(args)
@@ -474,21 +464,34 @@ def _say_what_wins(args: Namespace) -> None:
 
 
 def arguments_table() -> str:
-    """Give docs/arguments.md's table: every option, its type and default, and whether it works."""
-    lines = ["| option | type | default | works | meaning |", "|---|---|---|---|---|"]
+    """Give docs/arguments.md's table: every option, where it is known, its type and default, and whether it works."""
+    lines = ["| option | type | default | scripts | works | meaning |", "|---|---|---|---|---|---|"]
+    rows_of = {name: {row.name: row for row in script.rows()} for name, script in SCRIPTS.items()}
     for row in ROWS:
         kind = "switch" if row.kind is bool else row.kind.__name__ + (" *" if row.nargs else "")
-        default = "" if row.default is None else json.dumps(row.default)
-        works = "yes"
-        if row.name in REFUSED:
-            works = f"refused: {REFUSED[row.name]}"
-        elif row.name in DEPENDENT:
-            works = f"only beside {DEPENDENT[row.name]}"
-        elif row.group in ("full_training", "sdxl", "saving_format") and row.name != "save_model_as":
-            works = "not an option of this script"
+        scripts = [name for name, rows in rows_of.items() if row.name in rows]
+        default = ", ".join(_once(json.dumps(rows_of[name][row.name].default) for name in scripts)).replace("null", "")
+        where = "all" if len(scripts) == len(SCRIPTS) else ", ".join(scripts)
         help_text = row.help.replace("|", "\\|")
-        lines.append(f"| `--{row.name}` | {kind} | {default} | {works} | {help_text} |")
+        lines.append(f"| `--{row.name}` | {kind} | {default} | {where} | {_works(row.name, scripts)} | {help_text} |")
     return "\n".join(lines) + "\n"
+
+
+def _once(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+def _works(name: str, scripts: Sequence[str]) -> str:
+    if name in REFUSED:
+        return f"refused: {REFUSED[name]}"
+    if name in DEPENDENT:
+        return f"only beside {DEPENDENT[name]}"
+    reasons = {script: SCRIPTS[script].refused[name] for script in scripts if name in SCRIPTS[script].refused}
+    if not reasons:
+        return "yes"
+    working = [script for script in scripts if script not in reasons]
+    texts = [f"refused by {', '.join(reasons)}: {'; '.join(_once(reasons.values()))}"]
+    return "; ".join(([f"in {', '.join(working)}"] if working else []) + texts)
 
 
 def parse(parser: ArgumentParser, words: Sequence[str] | None) -> Namespace:

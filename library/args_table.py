@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,6 @@ REFUSED: dict[str, str] = {
     "fp8_base": f"{NOT_YET}. Use --mixed_precision bf16",
     "fp8_base_unet": f"{NOT_YET}. Use --mixed_precision bf16",
     "cpu_offload_checkpointing": "the U-Net of Stable Diffusion cannot do it. Use --gradient_checkpointing alone",
-    "fused_backward_pass": "a LoRA step is made after the whole backward pass. Leave it out",
     "dataset_class": f"{NOT_YET}. Describe the data with --dataset_config",
     "debug_dataset": f"{NOT_YET}. Leave it out",
     "cache_info": f"{NOT_YET}. Leave it out",
@@ -264,7 +263,7 @@ ROWS: tuple[Row, ...] = (
         "masked_loss",
         "Weight the loss with mask images given by conditioning_data_dir in the dataset config.",
     ),
-    Row("prior_loss_weight", float, "network", "Loss factor of regularization images.", default=1.0),
+    Row("prior_loss_weight", float, "regularisation", "Loss factor of regularization images.", default=1.0),
     Row(
         "max_data_loader_n_workers",
         int,
@@ -340,10 +339,18 @@ ROWS: tuple[Row, ...] = (
         "Rate(s) for the text-encoder part; several values allowed, networks.lora uses the first one only.",
         nargs="*",
     ),
-    Row("learning_rate_te1", float, "full_training", "Rate of SDXL text encoder 1 (sdxl_train)."),
-    Row("learning_rate_te2", float, "full_training", "Rate of SDXL text encoder 2 (sdxl_train)."),
-    Row("train_text_encoder", bool, "full_training", "Also train both text encoders (sdxl_train)."),
-    Row("block_lr", str, "full_training", "23 comma-separated rates, one per SDXL U-Net block; 0 freezes a block."),
+    Row("learning_rate_te1", float, "sdxl_full", "Rate of SDXL text encoder 1 (sdxl_train)."),
+    Row("learning_rate_te2", float, "sdxl_full", "Rate of SDXL text encoder 2 (sdxl_train)."),
+    Row("train_text_encoder", bool, "full", "Also train the text encoders (sdxl_train, fine_tune)."),
+    Row("learning_rate_te", float, "sd_full", "Rate of the text encoder (train_db, fine_tune)."),
+    Row(
+        "stop_text_encoder_training",
+        int,
+        "dreambooth",
+        "Step after which the text encoder stays as it is; -1 never trains it (train_db).",
+    ),
+    Row("no_token_padding", bool, "dreambooth", "Captions are not padded to the full token length (train_db)."),
+    Row("block_lr", str, "sdxl_full", "23 comma-separated rates, one per SDXL U-Net block; 0 freezes a block."),
     Row("max_grad_norm", float, "optimizer", "Gradient-norm limit, 0 = off.", default=1.0),
     Row("use_8bit_adam", bool, "optimizer", "Old switch for AdamW8bit."),
     Row("use_lion_optimizer", bool, "optimizer", "Old switch for Lion."),
@@ -356,7 +363,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "fused_optimizer_groups",
         int,
-        "full_training",
+        "sdxl_full",
         "Split the parameters over this many optimizers, each stepping inside the backward pass (sdxl_train).",
     ),
     # Learning-rate schedule
@@ -463,7 +470,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "diffusers_xformers",
         bool,
-        "full_training",
+        "full",
         "Old Diffusers xformers switch (VAE only in effect; disables the three above).",
     ),
     Row("torch_compile", bool, "training", "Compile through accelerate."),
@@ -485,10 +492,8 @@ ROWS: tuple[Row, ...] = (
     Row(
         "save_model_as",
         str,
-        "saving_format",
-        "File format.",
-        default="safetensors",
-        choices=(None, "ckpt", "pt", "safetensors"),
+        "file_format",
+        "File format; a LoRA as safetensors, a full model as the one it was loaded from.",
     ),
     Row(
         "save_precision",
@@ -497,7 +502,7 @@ ROWS: tuple[Row, ...] = (
         "float, fp16 or bf16; unset = as held in memory.",
         choices=(None, "float", "fp16", "bf16"),
     ),
-    Row("use_safetensors", bool, "saving_format", "Old switch: .safetensors instead of .ckpt (sdxl_train)."),
+    Row("use_safetensors", bool, "old_format", "Old switch: .safetensors instead of .ckpt (sdxl_train)."),
     Row("save_every_n_epochs", int, "training", "Epoch interval of intermediate models."),
     Row("save_every_n_steps", int, "training", "Step interval of intermediate models."),
     Row("save_n_epoch_ratio", int, "training", "At least this many intermediate models; computes save_every_n_epochs."),
@@ -585,3 +590,76 @@ ROWS: tuple[Row, ...] = (
     Row("zero3_save_16bit_model", bool, "deepspeed", "ZeRO-3 16-bit save."),
     Row("fp16_master_weights_and_gradients", bool, "deepspeed", "fp16 master weights (ZeRO-2 with CPU offload)."),
 )
+
+
+# ---------------------------------------------------------------------------------------------------------- scripts
+
+EVERYWHERE = _names("logging models deepspeed dataset training masked_loss optimizer config custom_train model_spec")
+FILE_FORMATS: dict[str, tuple[str | None, tuple[str, ...]]] = {
+    "network": ("safetensors", ("ckpt", "pt", "safetensors")),
+    "checkpoint": (None, ("ckpt", "safetensors", "diffusers", "diffusers_safetensors")),
+}
+NO_FUSED_STEP = {"fused_backward_pass": "a LoRA step is made after the whole backward pass. Leave it out"}
+
+
+@dataclass(frozen=True)
+class Script:
+    """One script's command line: EVERYWHERE and ``groups`` without ``left_out``; ``refused`` is refused here only."""
+
+    name: str
+    summary: str
+    groups: tuple[str, ...]
+    writes: str
+    left_out: tuple[str, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def rows(self) -> list[Row]:
+        """Give the options of this script, in the order of the table."""
+        groups = {*EVERYWHERE, *self.groups, "file_format"}
+        return [self._own(row) for row in ROWS if row.group in groups and row.name not in self.left_out]
+
+    def _own(self, row: Row) -> Row:
+        if row.name != "save_model_as":
+            return row
+        default, choices = FILE_FORMATS[self.writes]
+        return replace(row, default=default, choices=(None, *choices))
+
+
+SCRIPTS: dict[str, Script] = {
+    script.name: script
+    for script in (
+        Script(
+            "train_network",
+            "Train a LoRA for Stable Diffusion 1.x or 2.x.",
+            ("network", "regularisation"),
+            "network",
+            refused=NO_FUSED_STEP,
+        ),
+        Script(
+            "sdxl_train_network",
+            "Train a LoRA for SDXL.",
+            ("network", "regularisation", "sdxl"),
+            "network",
+            refused=NO_FUSED_STEP,
+        ),
+        Script("sdxl_train", "Train all weights of SDXL.", ("sdxl", "sdxl_full", "full", "old_format"), "checkpoint"),
+        Script(
+            "train_db",
+            "Train all weights of Stable Diffusion 1.x or 2.x on folders named N_name.",
+            ("regularisation", "dreambooth", "sd_full", "old_format"),
+            "checkpoint",
+            left_out=("in_json", "dataset_repeats"),
+            refused={
+                "stop_text_encoder_training": f"{NOT_YET}. Use --learning_rate_te 0 to leave the text encoder as it is",
+                "no_token_padding": f"{NOT_YET}. Leave it out",
+            },
+        ),
+        Script(
+            "fine_tune",
+            "Train all weights of Stable Diffusion 1.x or 2.x on images listed in a metadata file.",
+            ("full", "sd_full", "old_format"),
+            "checkpoint",
+            left_out=("reg_data_dir",),
+        ),
+    )
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -11,6 +13,7 @@ import pytest
 
 from library import args as options
 from library.args_table import DEPENDENT, REFUSED, ROWS
+from library.config_util import add_config_arguments
 from library.errors import OptionError
 from tests.conftest import REPOSITORY, SPECIFICATION_FIXTURES
 from tests.training import arguments
@@ -18,18 +21,28 @@ from tests.training import arguments
 OURS = {"grad_filter", "grad_filter_args", "grad_filter_targets"}
 
 
-def parsed(*words: str):
-    return options.parse(options.network_parser(), list(words))
+LISTED = ("train_network", "sdxl_train_network", "sdxl_train")
 
 
-def test_every_option_has_the_listed_type_default_and_choices():
-    import json
+def parsed(*words: str, script: str = "train_network"):
+    return options.parse(options.script_parser(script), list(words))
 
-    path = SPECIFICATION_FIXTURES.parent / "cli" / "train_network.json"
+
+def listed_arguments(script: str) -> dict[str, dict]:
+    """The specification's list of a script's arguments, by name."""
+    path = SPECIFICATION_FIXTURES.parent / "cli" / f"{script}.json"
     if not path.is_file():
         pytest.skip("the specification's list of arguments is not beside this checkout")
-    listed = {row["name"]: row for row in json.loads(path.read_text())}
-    actions = {action.dest: action for action in options.network_parser()._actions if action.dest != "help"}
+    return {row["name"]: row for row in json.loads(path.read_text())}
+
+
+def actions_of(script: str) -> dict[str, argparse.Action]:
+    return {action.dest: action for action in options.script_parser(script)._actions if action.dest != "help"}
+
+
+@pytest.mark.parametrize("script", LISTED)
+def test_every_option_has_the_listed_type_default_and_choices(script):
+    listed, actions = listed_arguments(script), actions_of(script)
     assert set(actions) - set(listed) == OURS and set(listed) <= set(actions)
     kinds = {"str": str, "int": int, "float": float, "bool": None, "Path": Path, "int_or_float": options.int_or_share}
     for name, row in listed.items():
@@ -39,6 +52,52 @@ def test_every_option_has_the_listed_type_default_and_choices():
         assert (list(action.choices) if action.choices else None) == row["choices"], name
         assert action.nargs == (0 if row["action"] == "store_true" else row["nargs"]), name
         assert (action.type or (None if row["action"] == "store_true" else str)) is kinds[row["type"]], name
+        assert isinstance(action, argparse._StoreTrueAction) == (row["action"] == "store_true"), name
+        assert action.required == row["required"] and action.help, name
+
+
+@pytest.mark.parametrize("script", LISTED)
+def test_no_prefix_became_ambiguous(script):
+    """What argparse makes of every shortened option is what it made of it without ours."""
+    listed, ours = sorted(listed_arguments(script)), sorted(actions_of(script))
+    for name in listed:
+        for end in range(1, len(name)):
+            prefix = name[:end]
+            alone = [other for other in listed if other.startswith(prefix)]
+            if len(alone) == 1:
+                assert [other for other in ours if other.startswith(prefix)] == alone, prefix
+
+
+@pytest.mark.parametrize("script", options.SCRIPTS)
+def test_every_parser_builds_and_prints_its_help(script):
+    parser = options.script_parser(script)
+    assert all(f"--{name}" in parser.format_help() for name in ("config_file", "grad_filter", "save_model_as"))
+    known = {row.name for row in options.SCRIPTS[script].rows()}
+    assert set(options.SCRIPTS[script].refused) <= known and set(options.SCRIPTS[script].left_out).isdisjoint(known)
+
+
+def test_the_adding_functions_make_up_the_parser():
+    parser = ArgumentParser()
+    for add in (
+        options.add_logging_arguments,
+        options.add_sd_models_arguments,
+        lambda p: options.add_dataset_arguments(p, True, True, True),
+        lambda p: options.add_training_arguments(p, False),
+        options.add_masked_loss_arguments,
+        options.add_deepspeed_arguments,
+        options.add_sd_saving_arguments,
+        options.add_optimizer_arguments,
+        add_config_arguments,
+        options.add_custom_train_arguments,
+        options.add_model_spec_arguments,
+        options.add_sdxl_training_arguments,
+    ):
+        add(parser)
+    added = {action.dest: action.default for action in parser._actions}
+    whole = {action.dest: action.default for action in options.script_parser("sdxl_train")._actions}
+    own = {"learning_rate_te1", "learning_rate_te2", "block_lr", "train_text_encoder", "fused_optimizer_groups"}
+    assert whole.keys() - added.keys() == own | {"diffusers_xformers"}
+    assert added.items() <= whole.items()
 
 
 def test_building_the_parser_has_no_side_effect_and_is_light():
@@ -161,14 +220,22 @@ def test_output_config_writes_what_is_read_back(tmp_path):
 GOOD = {"pretrained_model_name_or_path": ".", "output_dir": "out", "network_module": "networks.lora"}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_option_is_refused_with_its_reason(name):
+def refusals() -> list[tuple[str, str]]:
+    every = [(script, {*REFUSED, *entry.refused}, entry) for script, entry in options.SCRIPTS.items()]
+    return [(script, row.name) for script, refused, entry in every for row in entry.rows() if row.name in refused]
+
+
+@pytest.mark.parametrize("script,name", refusals())
+def test_a_refused_option_is_refused_with_its_reason(script, name):
     row = next(row for row in ROWS if row.name == name)
-    if row.group in ("sdxl", "full_training"):
-        pytest.skip("not an option of this script")
     value = row.choices[-1] if row.choices else True if row.kind is bool else 1 if row.kind in (int, float) else "x"
-    with pytest.raises(OptionError, match=f"--{name}"):
-        options.check_options(parsed(*arguments({**GOOD, name: value})))
+    lines = options.refused_options(parsed(*arguments({name: value}), script=script), script)
+    assert len(lines) == 1 and lines[0].startswith(f"--{name}: ") and "\n" not in lines[0]
+
+
+@pytest.mark.parametrize("script", options.SCRIPTS)
+def test_front_ends_defaults_ask_for_nothing_that_is_refused(script):
+    assert not options.refused_options(parsed(script=script), script)
 
 
 def test_options_beside_a_refused_one_are_known():

@@ -14,7 +14,7 @@ CASES = spec_fixture("lr_schedules.json") if (SPECIFICATION_FIXTURES / "lr_sched
 
 
 def build(*words: str, steps: int = 20, processes: int = 1, lr: float = 1.0):
-    args = options.parse(options.network_parser(), [*words, "--max_train_steps", str(steps)])
+    args = options.parse(options.script_parser("train_network"), [*words, "--max_train_steps", str(steps)])
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     return get_scheduler_fix(args, optimizer, processes), optimizer
 
