@@ -1,54 +1,22 @@
-"""The command line: parsers built from the table of options, config files, and checks before anything is loaded."""
+"""The command line: parsers built from the table of options, and checks before anything is loaded."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from library import grad_filter
-from library.args_table import DEPENDENT, REFUSED, ROWS, SCRIPTS, Row, int_or_share
-from library.errors import ErrorCollector, OptionError, did_you_mean
-from library.files import write_text
+from library.args_table import BY_NAME, DEPENDENT, REFUSED, ROWS, SCRIPTS, Row
+from library.config_file import read_config_from_file
+from library.errors import ErrorCollector, OptionError
 from library.naming import check_output_name
 
 log = logging.getLogger(__name__)
-
-BY_NAME = {row.name: row for row in ROWS}
-# sent by front-ends, meaningless here; named once in the log
-OBSOLETE = frozenset(
-    [
-        "epoch",
-        "noise_offset_type",
-        "no_token_padding",
-        "learning_rate_te",
-        "stop_text_encoder_training",
-        "train_inpainting",
-        "easy_name",
-        "save_toml",
-        "save_toml_location",
-        "tag_occurrence",
-        "tag_file_location",
-        "lr_warmup_ratio",
-        "lr_restart_cycles",
-        "keep_only_last_n_epochs",
-        "conv_dim",
-        "conv_alpha",
-        "betas",
-        "weight_decay",
-        "model_type",
-        "flow_model",
-        "contrastive_flow_matching",
-        "sdxl",
-    ]
-)
-
 
 # --------------------------------------------------------------------------------------------------------- parsers
 
@@ -154,164 +122,6 @@ def script_parser(name: str) -> ArgumentParser:
         _add(parser, row)
     grad_filter.add_arguments(parser)
     return parser
-
-
-# ----------------------------------------------------------------------------------------------------- config file
-
-
-def read_config_from_file(args: Namespace, parser: ArgumentParser) -> Namespace:
-    """Read ``--config_file`` beneath the command line: command line over file over default.
-
-    Tables are flattened by one level. Values are converted to the type of their option where that loses nothing.
-
-    Returns:
-        A new namespace; ``config_keys`` on it names the options whose value comes from the file.
-
-    Raises:
-        OptionError: the file is missing or no TOML, or a value cannot be used; all of them in one error.
-        SystemExit: status 0 after ``--output_config`` wrote the file.
-    """
-    if not args.config_file:
-        return args
-    path = Path(args.config_file)
-    if path.suffix != ".toml":
-        path = path.with_name(path.name + ".toml")
-    if args.output_config:
-        _write_config(path, args, parser)
-        raise SystemExit(0)
-    values = _flattened(_read_toml(path))
-    values = _usable(values, path, parser)
-    merged = parser.parse_args(namespace=Namespace(**values))
-    merged.config_file = str(path)
-    typed = _typed_names(parser)
-    merged.config_keys = frozenset(name for name in values if name not in typed)
-    return merged
-
-
-def _typed_names(parser: ArgumentParser) -> set[str]:
-    """Give the options that stand on the command line, by parsing it over marks instead of defaults."""
-    mark = object()
-    marked = Namespace(**{action.dest: mark for action in parser._actions if action.dest != "help"})
-    return {name for name, value in vars(parser.parse_args(namespace=marked)).items() if value is not mark}
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    import toml
-
-    if not path.is_file():
-        raise OptionError(f"--config_file {path}: there is no such file. Give the path of a TOML file")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise OptionError(f"--config_file {path}: it is not UTF-8 (byte {error.start}). Save it as UTF-8") from error
-    try:
-        return toml.loads(text.replace("\r\n", "\n"))
-    except (toml.TomlDecodeError, IndexError, ValueError, TypeError) as error:
-        line = getattr(error, "lineno", None)
-        place = f" line {line}" if line else ""
-        backslash = "\\" in (text.splitlines()[line - 1] if line and line <= len(text.splitlines()) else text)
-        hint = "Write paths in single quotes or with /" if backslash else "Check quotes and brackets there"
-        raise OptionError(f"--config_file {path}:{place} {str(error).splitlines()[0]}. {hint}") from error
-
-
-def _flattened(content: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in content.items():
-        if isinstance(value, dict):
-            flat.update(value)
-        else:
-            flat[key] = value
-    return flat
-
-
-def _usable(values: Mapping[str, Any], path: Path, parser: ArgumentParser) -> dict[str, Any]:
-    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
-    errors, usable = ErrorCollector(), {}
-    unknown: list[str] = []
-    for key, value in values.items():
-        if key in actions:
-            with errors.check():
-                converted = convert(actions[key], value, f"--config_file {path}: {key}")
-                if converted is not UNSET:
-                    usable[key] = converted
-        elif key in OBSOLETE:
-            log.info("config file: %s is an old key of a front-end, it has no meaning here", key)
-        elif ("grad" in key and "filter" in key) or did_you_mean(key, ("grad_filter", "grad_filter_args")):
-            near = did_you_mean(key, [name for name in actions if name.startswith("grad_filter")])
-            errors.messages.append(f"--config_file {path}: no option is called {key!r}.{near}")
-        elif key not in BY_NAME:  # an option of another script is simply not used here
-            unknown.append(
-                key + did_you_mean(key, actions).replace(" Did you mean ", " (did you mean ").replace("?", "?)")
-            )
-    errors.raise_if_any()
-    if unknown:
-        log.warning("config file: unknown keys are not used: %s", ", ".join(unknown))
-    return usable
-
-
-UNSET = object()
-OUT_OF_CHOICE_DEFAULTS = {"max_token_length": (75, 255), "dynamo_backend": ("no",)}
-
-
-def convert(action: argparse.Action, value: Any, where: str) -> Any:
-    """Convert a value of a config file to what the command line would have given.
-
-    Returns:
-        The value, or ``UNSET`` when it means that the option is not given.
-
-    Raises:
-        OptionError: it cannot be converted without loss.
-    """
-    if value is None or value in ("", []) or str(value) in map(str, OUT_OF_CHOICE_DEFAULTS.get(action.dest, ())):
-        return UNSET
-    if isinstance(action, argparse._StoreTrueAction):
-        if str(value).lower() in ("true", "1", "false", "0"):
-            return str(value).lower() in ("true", "1")
-        raise OptionError(f"{where}={value!r} must be true or false")
-    if action.nargs == "*":
-        items = value if isinstance(value, list) else value.split() if isinstance(value, str) else [value]
-        return [_converted(action, item, where) for item in items]
-    if value is False:
-        return UNSET
-    if isinstance(value, list):
-        value = ",".join(str(item) for item in value)
-    return _converted(action, value, where)
-
-
-def _converted(action: argparse.Action, value: Any, where: str) -> Any:
-    kind = action.type or str
-    try:
-        if kind is int:
-            number = int(str(value)) if not isinstance(value, float) else int(value)
-            if isinstance(value, bool) or (isinstance(value, float) and number != value):
-                raise ValueError
-            result: Any = number
-        elif kind is int_or_share:
-            result = value if isinstance(value, (int, float)) else int_or_share(value)
-        else:
-            result = kind(value)
-    except (TypeError, ValueError) as error:
-        name = {int: "a whole number", float: "a number"}.get(kind, "a number of steps or a share")
-        raise OptionError(f"{where}={value!r} must be {name}") from error
-    if action.choices is not None and result not in action.choices:
-        known = ", ".join(str(choice) for choice in action.choices if choice is not None)
-        raise OptionError(f"{where}={value!r} is none of {known}.{did_you_mean(str(value), map(str, action.choices))}")
-    return result
-
-
-def _write_config(path: Path, args: Namespace, parser: ArgumentParser) -> None:
-    import toml
-
-    if path.exists():
-        raise OptionError(f"--output_config: {path} exists already. Give another --config_file")
-    skipped = ("config_file", "output_config", "wandb_api_key", "huggingface_token")
-    given = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(args).items()
-        if name not in skipped and value is not None and value != parser.get_default(name)
-    }
-    write_text(path, toml.dumps(given))
-    log.info("config saved: %s", path)
 
 
 # ---------------------------------------------------------------------------------------------------------- checks

@@ -591,6 +591,16 @@ ROWS: tuple[Row, ...] = (
     Row("fp16_master_weights_and_gradients", bool, "deepspeed", "fp16 master weights (ZeRO-2 with CPU offload)."),
 )
 
+BY_NAME = {row.name: row for row in ROWS}
+# sent by front-ends, meaningless here; named once in the log
+OBSOLETE = frozenset(
+    _names(
+        "epoch noise_offset_type no_token_padding learning_rate_te stop_text_encoder_training train_inpainting "
+        "easy_name save_toml save_toml_location tag_occurrence tag_file_location lr_warmup_ratio lr_restart_cycles "
+        "keep_only_last_n_epochs conv_dim conv_alpha betas weight_decay model_type flow_model "
+        "contrastive_flow_matching sdxl"
+    )
+)
 
 # ---------------------------------------------------------------------------------------------------------- scripts
 

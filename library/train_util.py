@@ -14,7 +14,7 @@ NAMES: dict[str, str | tuple[str, str]] = {
     "add_masked_loss_arguments": "library.args",
     "add_sd_saving_arguments": "library.args",
     "add_optimizer_arguments": "library.args",
-    "read_config_from_file": "library.args",
+    "read_config_from_file": "library.config_file",
     "verify_command_line_training_args": "library.args",
     # optimizer and schedule
     "get_optimizer": "library.optimizers",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from library import args as options
-from library.args_table import DEPENDENT, REFUSED, ROWS
+from library.args_table import DEPENDENT, REFUSED, ROWS, int_or_share
 from library.config_util import add_config_arguments
 from library.errors import OptionError
 from tests.conftest import REPOSITORY, SPECIFICATION_FIXTURES
@@ -44,7 +44,7 @@ def actions_of(script: str) -> dict[str, argparse.Action]:
 def test_every_option_has_the_listed_type_default_and_choices(script):
     listed, actions = listed_arguments(script), actions_of(script)
     assert set(actions) - set(listed) == OURS and set(listed) <= set(actions)
-    kinds = {"str": str, "int": int, "float": float, "bool": None, "Path": Path, "int_or_float": options.int_or_share}
+    kinds = {"str": str, "int": int, "float": float, "bool": None, "Path": Path, "int_or_float": int_or_share}
     for name, row in listed.items():
         action = actions[name]
         assert action.option_strings == row["flags"], name
@@ -113,108 +113,18 @@ def test_building_the_parser_has_no_side_effect_and_is_light():
     "text,expected", [("10", 10), ("0.1", 0.1), ("5%", 0.05), ("0", 0.0)], ids=["steps", "share", "percent", "zero"]
 )
 def test_step_counts_and_shares(text, expected):
-    assert options.int_or_share(text) == expected
+    assert int_or_share(text) == expected
 
 
 @pytest.mark.parametrize("text", ["1.5", "100.0", "x"])
 def test_a_fraction_of_a_step_is_refused(text):
     with pytest.raises(ValueError, match=r".+"):
-        options.int_or_share(text)
+        int_or_share(text)
 
 
 def test_prefixes_of_an_option_are_accepted():
     assert parsed("--max_train_ep", "3").max_train_epochs == 3
     assert parsed("--debiased_estimation").debiased_estimation_loss
-
-
-def config(tmp_path: Path, text: str, name: str = "run.toml") -> Path:
-    path = tmp_path / name
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def test_command_line_wins_over_file_wins_over_default(tmp_path):
-    path = config(tmp_path, "network_dim = 8\nlearning_rate = 1\nseed = 3\n")
-    args = parsed("--config_file", str(path), "--seed", "5", "--network_dim", "4")
-    assert (args.network_dim, args.learning_rate, args.seed, args.train_batch_size) == (4, 1.0, 5, 1)
-    assert args.config_keys == {"learning_rate"}
-    assert parsed(f"--config_file={path.with_suffix('')}").network_dim == 8
-
-
-@pytest.mark.parametrize(
-    "line,name,expected",
-    [
-        ("network_alpha = 16", "network_alpha", 16.0),
-        ('max_grad_norm = "1.0"', "max_grad_norm", 1.0),
-        ("persistent_data_loader_workers = 1", "persistent_data_loader_workers", True),
-        ('cache_latents = "true"', "cache_latents", True),
-        ("save_last_n_epochs_state = false", "save_last_n_epochs_state", None),
-        ("max_token_length = 75", "max_token_length", None),
-        ("max_token_length = 255", "max_token_length", None),
-        ("max_token_length = 225", "max_token_length", 225),
-        ('dynamo_backend = "no"', "dynamo_backend", "inductor"),
-        ("text_encoder_lr = 1e-5", "text_encoder_lr", [1e-5]),
-        ("text_encoder_lr = [1e-5, 2e-5]", "text_encoder_lr", [1e-5, 2e-5]),
-        ("text_encoder_lr = 0", "text_encoder_lr", [0.0]),
-        ('optimizer_args = "weight_decay=0.1"', "optimizer_args", ["weight_decay=0.1"]),
-        ("optimizer_args = []", "optimizer_args", None),
-        ('vae = ""', "vae", None),
-        ("lr_warmup_steps = 0.05", "lr_warmup_steps", 0.05),
-        ("lr_warmup_steps = 100", "lr_warmup_steps", 100),
-        ('grad_filter_args = "keep=0.1 policy=update"', "grad_filter_args", ["keep=0.1", "policy=update"]),
-        ("[any_name]\nnetwork_dim = 8", "network_dim", 8),
-        ("resolution = 512", "resolution", "512"),
-    ],
-)
-def test_values_of_a_file_are_converted_as_on_the_command_line(tmp_path, line, name, expected):
-    value = getattr(parsed("--config_file", str(config(tmp_path, line))), name)
-    assert value == expected and type(value) is type(expected)
-
-
-def test_unknown_keys_are_listed_once_and_old_ones_named(tmp_path, caplog):
-    caplog.set_level("INFO")
-    parsed("--config_file", str(config(tmp_path, "lerning_rate = 1e-4\nsome_thing = 1\nepoch = 3\n")))
-    texts = [record.getMessage() for record in caplog.records]
-    assert [text for text in texts if "some_thing" in text and "learning_rate" in text]
-    assert [text for text in texts if text.startswith("config file: epoch")]
-
-
-@pytest.mark.parametrize(
-    "text,match",
-    [
-        ('grad_filtr = "topk"', "Did you mean 'grad_filter'"),
-        ("network_dim = 1.5", "network_dim=1.5 must be a whole number"),
-        ('learning_rate = "fast"', "learning_rate"),
-        ('loss_type = "l3"', "l2"),
-        ('image = "C:\\data\\new"', "single quotes"),
-        ("cache_latents = 3", "true or false"),
-        ("a = ", "line 1|TOML|Invalid|invalid|value"),
-    ],
-)
-def test_a_bad_file_is_told_in_one_line(tmp_path, text, match):
-    with pytest.raises(OptionError, match=match) as raised:
-        parsed("--config_file", str(config(tmp_path, text)))
-    assert "\n" not in str(raised.value) and "run.toml" in str(raised.value)
-
-
-def test_a_missing_or_foreign_file_is_told(tmp_path):
-    with pytest.raises(OptionError, match="no such file"):
-        parsed("--config_file", str(tmp_path / "none"))
-    (tmp_path / "x.toml").write_bytes("output_name = 'é'".encode("latin-1"))
-    with pytest.raises(OptionError, match="UTF-8"):
-        parsed("--config_file", str(tmp_path / "x.toml"))
-
-
-def test_output_config_writes_what_is_read_back(tmp_path):
-    path = tmp_path / "out.toml"
-    words = ["--config_file", str(path), "--network_dim", "8", "--cache_latents", "--optimizer_args", "betas=0.9,0.99"]
-    with pytest.raises(SystemExit) as stopped:
-        parsed(*words, "--output_config")
-    assert stopped.value.code == 0
-    args = parsed("--config_file", str(path))
-    assert (args.network_dim, args.cache_latents, args.optimizer_args) == (8, True, ["betas=0.9,0.99"])
-    with pytest.raises(OptionError, match="exists already"):
-        parsed(*words, "--output_config")
 
 
 GOOD = {"pretrained_model_name_or_path": ".", "output_dir": "out", "network_module": "networks.lora"}

@@ -15,7 +15,7 @@ LEVELS = [
     {"errors", "log", "files"},
     {"naming", "buckets", "captions", "config_util", "model_configs", "key_values", "run_plan", "progress"},
     {"metadata", "args_table", "checkpoint_keys"},
-    {"lora_names"},
+    {"lora_names", "config_file"},
     {"lora_blocks"},
     # from here on torch is at hand
     {"losses", "noise", "images", "tokenizers", "latent_cache"},
