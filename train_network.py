@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parent))  # library and networks li
 
 from library.args import parse, script_parser
 from library.errors import run_script
-from library.log import setup_logging
+from library.log import prepare_output, setup_logging
 
 
 def setup_parser() -> argparse.ArgumentParser:
@@ -37,5 +37,6 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    prepare_output()
     setup_logging()
     run_script(main)

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from library import grad_filter
-from library.args_table import BY_NAME, DEPENDENT, REFUSED, ROWS, SCRIPTS, Row
+from library.args_table import ALWAYS, BY_NAME, DEPENDENT, REFUSED, ROWS, SCRIPTS, Row
 from library.config_file import read_config_from_file
 from library.errors import ErrorCollector, OptionError
+from library.log import setup_logging
 from library.naming import check_output_name
 
 log = logging.getLogger(__name__)
@@ -263,6 +264,9 @@ def _check_combinations(args: Namespace) -> None:
 
 
 def _say_what_wins(args: Namespace) -> None:
+    for name, reason in ALWAYS.items():
+        if getattr(args, name, False):
+            log.info("--%s: %s", name, reason)
     if args.max_train_epochs is not None and args.max_train_steps != BY_NAME["max_train_steps"].default:
         log.info("--max_train_epochs %d wins over --max_train_steps %d", args.max_train_epochs, args.max_train_steps)
     if args.v2 and args.clip_skip:
@@ -296,6 +300,8 @@ def _works(name: str, scripts: Sequence[str]) -> str:
         return f"refused: {REFUSED[name]}"
     if name in DEPENDENT:
         return f"only beside {DEPENDENT[name]}"
+    if name in ALWAYS:
+        return f"yes: {ALWAYS[name]}"
     reasons = {script: SCRIPTS[script].refused[name] for script in scripts if name in SCRIPTS[script].refused}
     if not reasons:
         return "yes"
@@ -305,13 +311,20 @@ def _works(name: str, scripts: Sequence[str]) -> str:
 
 
 def parse(parser: ArgumentParser, words: Sequence[str] | None) -> Namespace:
-    """Parse a command line (None: the process's own) with its config file."""
+    """Parse a command line (None: the process's own) with its config file, and log as it says."""
     if words is not None:
         previous, sys.argv = sys.argv, [sys.argv[0], *words]
         try:
-            return read_config_from_file(parser.parse_args(), parser)
+            args = read_config_from_file(parser.parse_args(), parser)
         finally:
             sys.argv = previous
-    typed = parser.parse_args()
-    verify_command_line_training_args(typed)
-    return read_config_from_file(typed, parser)
+    else:
+        typed = parser.parse_args()
+        verify_command_line_training_args(typed)
+        args = read_config_from_file(typed, parser)
+    if args.console_log_level or args.console_log_file:
+        try:
+            setup_logging(args.console_log_level, args.console_log_file)
+        except OSError as error:
+            raise OptionError(f"--console_log_file {args.console_log_file}: {error.strerror}. Give a file") from error
+    return args

@@ -84,6 +84,13 @@ REFUSED: dict[str, str] = {
     "cache_text_encoder_outputs_to_disk": f"{NOT_YET}. Leave it out",
     "disable_mmap_load_safetensors": f"{NOT_YET}. Leave it out",
 }
+# switches whose wish is met without them
+ALWAYS: dict[str, str] = {
+    "lowram": "weights are mapped from a .safetensors file and moved to the device part by part, with or without it",
+    "highvram": "the device's cache is never emptied between batches, with or without it",
+    "skip_until_initial_step": "batches already used are left out, with or without it",
+    "console_log_simple": "log lines are plain, with or without it",
+}
 # options that mean something only beside another one; on their own they ask for nothing
 DEPENDENT: dict[str, str] = {
     "dynamo_backend": "torch_compile",

@@ -291,6 +291,8 @@ def _argument_level(args: Namespace, spec: type[_Spec]) -> _Level:
     values = {}
     for name, at in spec.declared().items():
         value = None if at.argument is None else getattr(args, at.argument or name, None)
+        if name == "caption_extension":  # an old misspelling of the option wins over it
+            value = getattr(args, "caption_extention", None) or value
         if value is not None:
             values[name] = value
     return _Level("command line", values)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
+import re
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -12,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from library import args as options
-from library.args_table import DEPENDENT, REFUSED, ROWS, int_or_share
+from library.args_table import ALWAYS, DEPENDENT, REFUSED, ROWS, int_or_share
 from library.config_util import add_config_arguments
 from library.errors import OptionError
 from tests.conftest import REPOSITORY, SPECIFICATION_FIXTURES
-from tests.training import arguments
+from tests.training import arguments, make_tiles
 
 OURS = {"grad_filter", "grad_filter_args", "grad_filter_targets"}
 
@@ -146,6 +148,54 @@ def test_a_refused_option_is_refused_with_its_reason(script, name):
 @pytest.mark.parametrize("script", options.SCRIPTS)
 def test_front_ends_defaults_ask_for_nothing_that_is_refused(script):
     assert not options.refused_options(parsed(script=script), script)
+
+
+NOT_WRITTEN_YET = {"sdxl_train_network", "sdxl_train", "train_db", "fine_tune"}
+
+
+@pytest.mark.parametrize("script", sorted(set(options.SCRIPTS) - NOT_WRITTEN_YET))
+def test_no_option_is_accepted_and_ignored(script):
+    """An option works (its name is read somewhere), is refused, belongs to a refused one, or is always in force."""
+    folders = (REPOSITORY / "library", REPOSITORY / "networks")
+    code = "\n".join(
+        path.read_text(encoding="utf-8")
+        for path in (file for folder in folders for file in folder.glob("*.py"))
+        if path.stem != "args_table"
+    )
+    spoken_for = {*REFUSED, *options.SCRIPTS[script].refused, *DEPENDENT, *ALWAYS}
+    rows = [row for row in options.SCRIPTS[script].rows() if row.name not in spoken_for and row.group != "model_spec"]
+    assert not [row.name for row in rows if not re.search(rf"\b{row.name}\b", code)]
+
+
+def test_what_is_in_force_anyway_is_said(caplog):
+    caplog.set_level("INFO")
+    with pytest.raises(OptionError):
+        options.check_options(parsed("--deepspeed"))
+    args = parsed(*arguments({**GOOD, **dict.fromkeys(ALWAYS, True)}))
+    options.check_options(args)
+    assert all([line for line in caplog.messages if line.startswith(f"--{name}: ")] for name in ALWAYS)
+
+
+def test_the_old_spelling_of_the_caption_suffix_wins(tmp_path):
+    from library.config_util import load_dataset_specs
+
+    make_tiles(tmp_path)
+    args = parsed("--train_data_dir", str(tmp_path), "--resolution", "64", "--caption_extention", ".tags")
+    assert load_dataset_specs(args)[0].subsets[0].caption_extension == ".tags"
+
+
+def test_the_log_goes_where_the_options_say(tmp_path):
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    try:
+        parsed("--console_log_file", str(tmp_path / "ö.log"), "--console_log_level", "WARNING")
+        logging.getLogger("library.x").info("quiet")
+        logging.getLogger("library.x").warning("loud ä")
+    finally:
+        root.handlers[:], root.level = before, level
+    assert (tmp_path / "ö.log").read_text(encoding="utf-8").endswith("WARNING loud ä\n")
+    with pytest.raises(OptionError, match="console_log_file"):
+        parsed("--console_log_file", str(tmp_path))
 
 
 def test_options_beside_a_refused_one_are_known():
