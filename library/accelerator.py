@@ -87,6 +87,19 @@ def build_accelerator(
     )
 
 
+def allow_half_gradients(accelerator: Any) -> None:
+    """Let the loss scaler unscale float16 gradients, which torch refuses; trained weights in float16 have no others."""
+    scaler = accelerator.scaler
+    if scaler is None:
+        return
+    unscale = scaler._unscale_grads_
+
+    def unscale_half_too(optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
+        return unscale(optimizer, inv_scale, found_inf, True)
+
+    scaler._unscale_grads_ = unscale_half_too
+
+
 class ScalarLog:
     """Scalars on their way to the trackers; a tracker that fails is switched off, the run goes on.
 

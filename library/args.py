@@ -156,7 +156,7 @@ def check_options(args: Namespace, script: str = "train_network") -> None:
     """
     errors = ErrorCollector()
     errors.messages += refused_options(args, script)
-    for check in (_check_paths, _check_lengths, _check_numbers, _check_combinations):
+    for check in (_check_paths, _check_lengths, _check_numbers, check_combinations):
         with errors.check():
             check(args)
     errors.raise_if_any()
@@ -240,7 +240,12 @@ def _check_numbers(args: Namespace) -> None:
     errors.raise_if_any()
 
 
-def _check_combinations(args: Namespace) -> None:
+def check_combinations(args: Namespace) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        OptionError: one line for each pair.
+    """
     errors = ErrorCollector()
     if args.adaptive_noise_scale is not None and not args.noise_offset:
         errors.messages.append("--adaptive_noise_scale needs --noise_offset. Example: --noise_offset 0.05")

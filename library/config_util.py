@@ -22,6 +22,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from library.errors import ErrorCollector, OptionError, OptionErrors, did_you_mean
+from library.old_names import lookup
 
 log = logging.getLogger(__name__)
 
@@ -567,3 +568,18 @@ def _check_training_images(spec: DatasetSpec) -> None:
         f"{spec.source}: no images ({', '.join(IMAGE_SUFFIXES)}) in {folder}. {hint}. "
         f"Example: {folder / 'picture.png'} with {folder / 'picture.txt'}"
     )
+
+
+# names of other programs
+__getattr__, _ = lookup(
+    __name__,
+    dict.fromkeys(
+        (
+            "ConfigSanitizer",
+            "BlueprintGenerator",
+            "generate_dataset_group_by_blueprint",
+            "generate_dreambooth_subsets_config_by_subdirs",
+        ),
+        "library.old_signatures",
+    ),
+)

@@ -295,7 +295,7 @@ def _write(request: CacheRequest, cached: CachedLatents, vae: str, suffix: str) 
 
     def save(temporary: Path) -> None:
         with temporary.open("wb") as file:  # np.savez adds .npz to a name, not to an open file
-            np.savez(file, allow_pickle=False, **arrays)
+            np.savez(file, **arrays)
 
     write_file(path, save)
     return path

@@ -43,12 +43,21 @@ def noise_schedule(zero_terminal_snr: bool = False) -> NoiseSchedule:
     alphas_cumprod = torch.cumprod(1.0 - betas, dim=0)
     snr = alphas_cumprod / (1.0 - alphas_cumprod)
     if zero_terminal_snr:
-        root = alphas_cumprod.sqrt()
-        root = (root - root[-1]) * root[0] / (root[0] - root[-1])
-        alphas_cumprod = root**2
-        steps = torch.cat([alphas_cumprod[:1], alphas_cumprod[1:] / alphas_cumprod[:-1]])
-        betas = 1.0 - steps
+        alphas_cumprod = zero_terminal(alphas_cumprod)
+        betas = betas_of(alphas_cumprod)
     return NoiseSchedule(betas, alphas_cumprod, snr)
+
+
+def zero_terminal(alphas_cumprod: Tensor) -> Tensor:
+    """Shift and scale levels (T,) so that the first stays and the last is pure noise (arXiv:2305.08891)."""
+    root = alphas_cumprod.sqrt()
+    root = (root - root[-1]) * root[0] / (root[0] - root[-1])
+    return root**2
+
+
+def betas_of(alphas_cumprod: Tensor) -> Tensor:
+    """Give the (T,) betas whose levels these are."""
+    return 1.0 - torch.cat([alphas_cumprod[:1], alphas_cumprod[1:] / alphas_cumprod[:-1]])
 
 
 @dataclass(frozen=True)

@@ -175,3 +175,14 @@ def read_trained_parts(args: Namespace) -> tuple[bool, bool]:
 
 def read_resume(args: Namespace) -> Path | None:
     return _path(args.resume)
+
+
+SECRET_OR_PATH = ["api_key", "token", "_dir", "_path", "pretrained", "vae", "weights", "file", "resume", "prompts"]
+SECRET_OR_PATH += ["in_json", "config"]
+
+
+def logged_options(args: Namespace) -> dict[str, Any] | None:
+    """Give the options that may be logged, without secrets and paths; None without ``--log_config``."""
+    if not args.log_config:
+        return None
+    return {name: value for name, value in vars(args).items() if not any(word in name for word in SECRET_OR_PATH)}

@@ -37,3 +37,14 @@ def tiny_sd2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tools.make_tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "sd2", "sd2")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    """Leave out 8-bit steps where bitsandbytes makes them on a GPU only (before 0.46)."""
+    try:
+        return (yield)
+    except NameError as error:
+        if error.name != "str2optimizer8bit_blockwise":
+            raise
+        pytest.skip("this bitsandbytes has no 8-bit step without a GPU")

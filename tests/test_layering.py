@@ -12,7 +12,7 @@ from tests.conftest import REPOSITORY
 
 # ground 0 is free of torch; a module imports from lower levels, or from its own level where LEVEL_INSIDE says in order
 LEVELS = [
-    {"errors", "log", "files"},
+    {"errors", "log", "files", "old_names"},
     {"naming", "buckets", "captions", "config_util", "model_configs", "key_values", "run_plan", "progress"},
     {"metadata", "args_table", "checkpoint_keys"},
     {"lora_names", "config_file"},
@@ -24,8 +24,9 @@ LEVELS = [
     {"lora", "output", "model_families"},
     {"sampling", "batch_loss"},
     {"loop"},
-    {"trainer"},
+    {"trainer", "old_signatures"},
 ]
+TABLES = {"train_util", "utils", "custom_train_functions", "model_util", "deepspeed_utils", "sai_model_spec"}
 FREE_OF_TORCH = LEVELS[0] | LEVELS[1] | LEVELS[2] | LEVELS[3] | LEVELS[4]
 APART = {"grad_filter", "grad_filter_policies", "grad_filter_stages", "grad_filter_plots", "transforming_optimizers"}
 HEAVY = {"diffusers", "transformers", "accelerate", "bitsandbytes", "matplotlib", "cv2", "tensorboard", "peft", "tqdm"}
@@ -56,11 +57,20 @@ def own(names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 def test_imports_point_down(path):
-    if path.stem in APART or path.stem == "train_util":
+    if path.stem in APART or path.stem in TABLES:
         return
     assert path.stem in LEVEL_OF, f"{path.name} has no level: put it into LEVELS and docs/architecture.md"
     for name in own(imports(path, top_only=False)) - APART:
         assert LEVEL_OF[name] < LEVEL_OF[path.stem], f"{path.stem} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("name", sorted(TABLES))
+def test_a_module_of_old_names_is_a_table(name):
+    """A docstring, the import of the look-up, constants, and the line that makes the look-up the module's own."""
+    tree = ast.parse((REPOSITORY / "library" / f"{name}.py").read_text(encoding="utf-8"))
+    kinds = {type(node).__name__ for node in tree.body}
+    assert kinds <= {"Expr", "ImportFrom", "Assign", "AnnAssign"}
+    assert own(imports(REPOSITORY / "library" / f"{name}.py", top_only=False)) == {"old_names"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
