@@ -4,12 +4,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-upstream bench lint types format docs clean
+.PHONY: help demo test test-slow test-upstream test-oldest test-newest bench lint types format docs clean
 
 help:
 	@echo "make demo       train two LoRAs with gradient filters on a small model, draw what the filters let through"
 	@echo "make test       every test"
 	@echo "make test-slow  the long sets, of which 'make test' runs a sample"
+	@echo "make test-oldest, make test-newest   every test with the oldest and the newest versions that front-ends install"
 	@echo "make bench      what a filter costs in a training step, as ratios"
 	@echo "make lint       ruff; make format repairs layout, make types runs pyright, make docs writes docs/arguments.md"
 
@@ -41,6 +42,29 @@ test-upstream:
 	  $$folder/bin/pip install --quiet --disable-pip-version-check torch==$$torch "numpy<2.3" || exit 1; \
 	  $$folder/bin/python tools/check_upstream.py || exit 1; \
 	done
+
+# the whole suite with the oldest and the newest versions that front-ends install; TESTS chooses a part of it
+OLDEST_PYTHON ?= 3.10
+NEWEST_PYTHON ?= 3.13
+TESTS ?= tests
+find_python = $$(for p in python$(1) $$HOME/.pyenv/versions/$(1).*/bin/python; do $$p -c "" 2>/dev/null && echo $$p; done | head -n 1)
+INSTALL := -m pip install --quiet --disable-pip-version-check
+
+build/oldest/.ready: requirements.txt requirements-dev.txt constraints-oldest.txt
+	$(call find_python,$(OLDEST_PYTHON)) -m venv build/oldest
+	build/oldest/bin/python $(INSTALL) -c constraints-oldest.txt -r requirements.txt -r requirements-dev.txt
+	build/oldest/bin/python $(INSTALL) --no-deps open_clip_torch==3.3.0
+	@touch $@
+
+build/newest/.ready: requirements.txt requirements-dev.txt
+	$(call find_python,$(NEWEST_PYTHON)) -m venv build/newest
+	build/newest/bin/python $(INSTALL) --upgrade -r requirements.txt -r requirements-dev.txt
+	build/newest/bin/python $(INSTALL) --no-deps open_clip_torch==3.3.0
+	@touch $@
+
+test-oldest test-newest: test-%: build/%/.ready
+	build/$*/bin/python -m pip list --disable-pip-version-check | grep -E -i "^(torch|diffusers|transformers|accelerate|numpy|safetensors|bitsandbytes) "
+	build/$*/bin/python -m pytest -q -n 2 $(TESTS)
 
 bench: $(READY)
 	$(RUN) tools/bench.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -222,10 +223,12 @@ def _check_numbers(args: Namespace) -> None:
     errors = ErrorCollector()
     for name in NOT_NEGATIVE:
         value = getattr(args, name, None)
-        if value is not None and not value >= 0:
+        if value is not None and not 0 <= value < math.inf:
             errors.messages.append(
                 f"--{name} {value}: it must be a number of at least 0. Leave it out to switch it off"
             )
+    if args.seed is not None and not 0 <= args.seed < 2**32:
+        errors.messages.append(f"--seed {args.seed}: it must be in 0 to 4294967295. Leave it out to have one drawn")
     for value in args.text_encoder_lr or ():
         if not value >= 0:
             errors.messages.append(f"--text_encoder_lr {value}: it must be a number of at least 0")

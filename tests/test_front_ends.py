@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -267,3 +268,66 @@ def test_a_wrong_setting_ends_before_a_model_is_loaded(tiny_sd1_folder, data, tm
             optimizer_args=["grad_filter=topk", "grad_filter.kep=0.1"],
         )
     assert not (tmp_path / "out").exists()
+
+
+# ----------------------------------------------------------------------------------------------- other platforms
+
+
+def test_data_travels_to_a_process_that_is_started_not_forked(tiny_sd1_folder, data):
+    """Windows and macOS start workers from nothing: what they get is pickled."""
+    import functools
+    import pickle
+
+    import torch
+
+    from library.config_util import load_dataset_specs
+    from library.dataset import BatchKey, TrainingData
+    from library.model_families import SD
+    from library.tokenizers import find_tokenizer
+
+    words = ["--train_data_dir", str(data), "--resolution", "64", "--caption_extension", ".txt", "--flip_aug"]
+    specs = load_dataset_specs(options.script_parser(SCRIPT).parse_args(words))
+    training = TrainingData(specs, seed=1, bucket_divisor=64)
+    training.tokenize = functools.partial(SD.tokenize, [find_tokenizer("sd1", tiny_sd1_folder)], max_token_length=None)
+    again = pickle.loads(pickle.dumps(training))
+    one, other = training[BatchKey(1, 0, 0)], again[BatchKey(1, 0, 0)]
+    assert torch.equal(one["images"], other["images"]) and one["captions"] == other["captions"]
+    assert torch.equal(one["input_ids_list"][0], other["input_ids_list"][0])
+
+
+@pytest.mark.slow
+def test_a_run_with_started_workers(tiny_sd1_folder, data, tmp_path):
+    words = arguments(
+        {
+            **RUN_OPTIONS,
+            "pretrained_model_name_or_path": tiny_sd1_folder,
+            "train_data_dir": data,
+            "output_dir": tmp_path / "out",
+            "max_data_loader_n_workers": 1,
+        }
+    )
+    (tmp_path / "start.py").write_text(
+        "import multiprocessing, runpy, sys\n"
+        "if __name__ == '__main__':\n"
+        "    multiprocessing.set_start_method('spawn')\n"
+        f"    sys.argv = ['train_network.py', *{words!r}]\n"
+        f"    runpy.run_path({str(REPOSITORY / 'train_network.py')!r}, run_name='__main__')\n",
+        encoding="utf-8",
+    )
+    subprocess.run([sys.executable, str(tmp_path / "start.py")], check=True, stdin=subprocess.DEVNULL, cwd=tmp_path)
+    assert (tmp_path / "out" / "t.safetensors").is_file()
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "library").glob("*.py")), ids=lambda path: path.stem)
+def test_text_files_are_opened_as_utf8(path):
+    """The encoding of a locale is another one on every Windows; what only POSIX has is not used."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        modes = [arg.value for arg in node.args if isinstance(arg, ast.Constant)] if name == "open" else []
+        if name in ("read_text", "write_text") or (name == "open" and any(mode in ("r", "w", "a") for mode in modes)):
+            own = name == "write_text" and not isinstance(node.func, ast.Attribute)  # library.files', always UTF-8
+            assert own or any(keyword.arg == "encoding" for keyword in node.keywords), f"{path.name}:{node.lineno}"
+        assert name not in ("fork", "getuid", "killpg", "symlink", "mkfifo"), f"{path.name}:{node.lineno}"
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert not modules & {"fcntl", "resource", "pwd", "grp", "termios"}

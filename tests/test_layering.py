@@ -120,6 +120,20 @@ def test_no_unrestricted_unpickling_eval_or_shell(path):
         assert "shell" not in keywords, f"{path.name}:{node.lineno}"
 
 
+@pytest.mark.parametrize("path", sorted(REPOSITORY.glob("[!.]*/*.py")) + sorted(REPOSITORY.glob("*.py")), ids=str)
+def test_every_file_is_python_3_10(path):
+    """The oldest Python that front-ends bring; 3.10 has no except*, no type statement and other names in modules."""
+    ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+    later = {"tomllib", "datetime.UTC", "typing.Self", "enum.StrEnum", "typing.override", "itertools.batched"}
+    found = imports(path, top_only=True) | {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert not found & later
+
+
 def test_architecture_names_every_module():
     text = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
     missing = [path.stem for path in MODULES if path.stem not in text]

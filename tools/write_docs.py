@@ -8,10 +8,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-INTRODUCTION = """# Every argument of train_network.py
+INTRODUCTION = """# Every argument of the five scripts
 
 Made by `python tools/write_docs.py` from `library/args_table.py`. An option that is refused stops the run in one line,
-before anything is loaded, when it asks for something. `*` takes several words.
+before anything is loaded, when it asks for something. `*` takes several words. The scripts: `train_network`,
+`sdxl_train_network`, `sdxl_train`, `train_db`, `fine_tune`.
 
 """
 
