@@ -2198,8 +2198,16 @@ def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         weights = [torch.ones([1] * p.dim(), dtype=p.dtype, device=p.device) for p in group["params"][:1]]
         for weight in weights:
             weight.requires_grad_().grad = torch.ones_like(weight)
+            twin.state[weight] = state_at_birth(twin, settings, weight)
         twin.param_groups.append({**settings, "params": weights})
     return twin
+
+
+def state_at_birth(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weight: Tensor) -> dict[str, Tensor]:
+    """Give what a constructor puts into a weight's state: nothing, but older torch makes the sums of Adagrad there."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return {}
+    return {"step": torch.tensor(0.0), "sum": torch.full_like(weight, group["initial_accumulator_value"])}
 
 
 def _state_dict(optimizer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from .grad_filter import (
     put_back,
     require,
     stand_in,
+    state_at_birth,
     work_dtype,
 )
 
@@ -73,6 +74,7 @@ def take_inventory(optimizer: torch.optim.Optimizer, group: int, like: Tensor) -
     first = (torch.arange(weight.numel(), device=device) < weight.numel() // 2).view(shape)
     twin = stand_in(optimizer)
     twin.param_groups = [{**twin.param_groups[group], "params": [weight]}]
+    twin.state[weight] = state_at_birth(optimizer, optimizer.param_groups[group], weight)
     start = weight.detach().clone()
     weight.grad = random().masked_fill_(first, 0.0)
     twin.step()
