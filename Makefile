@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-upstream test-oldest test-newest bench lint types format docs clean
+.PHONY: help demo test test-slow test-upstream test-oldest test-newest bench bench-filters lint types format docs clean
 
 help:
 	@echo "make demo       train two LoRAs with gradient filters on a small model, draw what the filters let through"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-slow  the long sets, of which 'make test' runs a sample"
 	@echo "make test-oldest, make test-newest   every test with the oldest and the newest versions that front-ends install"
 	@echo "make bench      what a filter costs in a training step, as ratios"
+	@echo "make bench-filters  what filters cost beside an optimizer's step; FULL=1 for full sizes"
 	@echo "make lint       ruff; make format repairs layout, make types runs pyright, make docs writes docs/arguments.md"
 
 $(READY): requirements.txt requirements-dev.txt constraints.txt pyproject.toml
@@ -68,6 +69,9 @@ test-oldest test-newest: test-%: build/%/.ready
 
 bench: $(READY)
 	$(RUN) tools/bench.py
+
+bench-filters: $(READY)
+	$(RUN) tools/bench_filters.py $(if $(FULL),--full)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -116,9 +116,12 @@ class GradFilter:
 
     Attributes:
         nonnegative: no score is ever below zero, which saves a pass over it.
+        entrywise: what becomes of an entry depends on that entry of gradient and state alone, every tensor in the state
+            has the shape of the gradient and is changed in place. Small tensors are then filtered many at a time.
     """
 
     nonnegative = False
+    entrywise = False
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
         """Give the tensors kept for one parameter."""
@@ -413,7 +416,7 @@ class TopK(GradFilter):
     No state. Source: GMT (arXiv:2406.15330), rai_toolbox's TopQGradientOptimizer, DGC (arXiv:1712.01887).
     """
 
-    nonnegative = True
+    nonnegative = entrywise = True
 
     def score(self, grad: Tensor, out: Tensor) -> Tensor:
         return torch.abs(grad, out=out)
@@ -437,7 +440,7 @@ class TopKChange(GradFilter):
     State: ``prev``, float32, shape of the gradient (4 bytes for each trained value).
     """
 
-    nonnegative = True
+    nonnegative = entrywise = True
 
     def __init__(
         self,
@@ -491,6 +494,8 @@ class Ema(GradFilter):
     State: ``ema``, float32, shape of the gradient.
     """
 
+    entrywise = True
+
     def __init__(self, beta: float = 0.9, debias: bool = False):
         require(0.0 <= beta < 1.0, "ema", "beta", beta, "in [0, 1)", 0.9)
         self.beta, self.debias = beta, debias
@@ -507,6 +512,8 @@ class Ema(GradFilter):
 @register_filter("sign", summary="replace every entry by its sign")
 class Sign(GradFilter):
     """Give -1, 0 or 1. No state. Source: signSGD (arXiv:1802.04434); rai_toolbox's SignedGradientOptim."""
+
+    entrywise = True
 
     def transform(self, grad: Tensor) -> Tensor:
         return grad.sign()
@@ -1147,8 +1154,13 @@ class Stage:
     def scores(self) -> bool:
         return self.kind.startswith("score")
 
+    @property
+    def words(self) -> set[str]:
+        """What its methods ask for."""
+        return {word for words in self._asked.values() for word in words}
+
     def asks_for(self, word: str) -> bool:
-        return any(word in words for words in self._asked.values())
+        return word in self.words
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
         state = self.filter.init_state(param) if hasattr(self.filter, "init_state") else {}
@@ -1208,6 +1220,8 @@ class Stage:
         if self.chain.unit == "entry" and len(works) == 1:  # the usual case, without copies
             ndim = self.selection.ndim if self.selection.ndim is not None or self.chain.scope != "row" else -1
             rows, size = row_shape(scores[0].shape, ndim if scores[0].dim() > 1 else None)
+            if works[0].rows:
+                rows, size = works[0].rows, scores[0].numel() // works[0].rows
             bits = ordered_bits(scores[0].view(rows, size), nonnegative)
             if self.chain.limits_tensors:
                 bits = within_limits(bits, self.chain.floor, self.chain.cap)
@@ -1353,16 +1367,19 @@ class Work:
     Attributes:
         whole: the gradient after every transform. mask: entries that pass so far, None for all.
         factor: number that what passes is multiplied with, None for 1. asked: how many entries were to pass, when a
-            share was asked for.
+            share was asked for. start, gradient: what it began with, and where the result goes.
+        rows: entries compete within each of so many rows; 0 where the shape and the options decide.
     """
+
+    rows = 0
 
     def __init__(self, slot: Slot, gradient: Tensor, zeroes: bool):
         self.slot, self.context = slot, slot.context
-        self.whole = self._start = gradient.to(work_dtype(gradient)).contiguous()
+        self.whole = self.start = gradient.to(work_dtype(gradient)).contiguous()
         self.mask: Tensor | None = None
         self.factor: Tensor | None = None
         self.asked: float | None = None
-        self._gradient = gradient
+        self.gradient = gradient
         self._seen: Tensor | None = self.whole
         self._zeroes = zeroes
 
@@ -1404,14 +1421,14 @@ class Work:
     def write_back(self) -> None:
         """Put into the parameter's gradient what its optimizer is to see."""
         if not self._zeroes or self.mask is None:
-            if self.whole is not self._start:
-                self._gradient.copy_(self.whole)
-        elif self._seen is None and self.whole is self._start:
-            masked(self._gradient, self.mask, out=self._gradient)
+            if self.whole is not self.start:
+                self.gradient.copy_(self.whole)
+        elif self._seen is None and self.whole is self.start:
+            masked(self.gradient, self.mask, out=self.gradient)
         else:
-            self._gradient.copy_(self.seen)
+            self.gradient.copy_(self.seen)
         if self.factor is not None and self._zeroes:
-            self._gradient.mul_(self.factor)
+            self.gradient.mul_(self.factor)
 
 
 # -------------------------------------------------------------------------------------------------------- policies
@@ -1560,6 +1577,7 @@ class Slot:
     memory: dict[str, Tensor] = field(default_factory=dict)
     micro: MicroSteps | None = None
     followed: Followed | None = None
+    batch: Any = None  # whose buffers hold those of this slot
 
     @property
     def name(self) -> str:
@@ -1915,10 +1933,37 @@ class FilterHandle:
                 slot.context.total_norm = norm
         self._measures = self.step % self.spec.chain.options.log_every == 0
         for spec, members in chosen.items():
-            for bucket in self._chains[spec].buckets(members):
-                self._run(self._chains[spec], bucket)
+            self._run_all(self._chains[spec], members)
         self.step += 1
         return True
+
+    def _run_all(self, chain: Chain, members: Sequence[Slot]) -> None:
+        batches = _load_beside("grad_filter_batches")
+        alone = list(members)
+        if batches is not None and batches.takes(chain):
+            zeroes = {slot.index: chain.policy.zeroes_for(slot, self._optimizer) for slot in members}
+            together, alone = batches.divide(chain, members, zeroes)
+            for slots, rows in together:
+                self._run_batch(chain, batches.Batch.of(slots, rows), zeroes[slots[0].index])
+        for bucket in chain.buckets(alone):
+            self._run(chain, bucket)
+
+    def _run_batch(self, chain: Chain, batch: Any, zeroes: bool) -> None:
+        """Do for many slots at once what :meth:`_run` does for the slots of a bucket."""
+        for slot in batch.slots if chain.policy.ends_steps else batch.slots[:1]:
+            self._tell(slot)
+        work = batch.work(zeroes)
+        chain.run([work])
+        if self._measures and work.mask is not None:
+            for part in batch.each(work):
+                self.statistics.add(part)
+        batch.hand_back(work)
+        for slot in batch.slots:
+            slot.context.step += 1
+        if work.mask is not None and chain.policy.ends_steps:
+            for slot, mask in zip(batch.slots, batch.parts(work.mask)):
+                slot.mask, slot.factor = mask, None
+                chain.policy.before(slot, work, self._optimizer)
 
     def _run(self, chain: Chain, bucket: Sequence[Slot]) -> None:
         works = [self._begin(slot, chain) for slot in bucket]  # one bucket at a time leaves little in memory
@@ -1961,6 +2006,11 @@ class FilterHandle:
                 f"{slot.name}=none"
             )
         slot.prepare()
+        self._tell(slot)
+        return Work(slot, gradient, chain.policy.zeroes_for(slot, self._optimizer))
+
+    def _tell(self, slot: Slot) -> None:
+        """Bring what filters may ask for up to date."""
         context, group = slot.context, self._optimizer.param_groups[slot.context.group]
         context.lr, context.moments = group.get("lr", 0.0), self._optimizer.state.get(slot.param, {})
         context.optimizer_step = self.step
@@ -1968,7 +2018,6 @@ class FilterHandle:
             setattr(context, name, self._facts.get(name))
         if slot.micro is not None:
             context.signs, context.micro_steps = slot.micro.signs, slot.micro.count
-        return Work(slot, gradient, chain.policy.zeroes_for(slot, self._optimizer))
 
     def _leave_step_out(self, bad: Slot) -> None:
         count = self.statistics.skipped_steps = self.statistics.skipped_steps + 1
@@ -2063,7 +2112,7 @@ class FilterHandle:
 
     def _import_slot(self, slot: Slot, entry: Mapping[str, Any] | None) -> bool:
         """Take over one parameter; give False when something that is needed does not fit."""
-        slot.buffers, slot.loaded, slot.context.step = {}, {}, 0
+        slot.buffers, slot.loaded, slot.context.step, slot.batch = {}, {}, 0, None
         if (
             entry is None
             or entry["shape"] != list(slot.param.shape)

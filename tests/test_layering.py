@@ -28,7 +28,14 @@ LEVELS = [
 ]
 TABLES = {"train_util", "utils", "custom_train_functions", "model_util", "deepspeed_utils", "sai_model_spec"}
 FREE_OF_TORCH = LEVELS[0] | LEVELS[1] | LEVELS[2] | LEVELS[3] | LEVELS[4]
-APART = {"grad_filter", "grad_filter_policies", "grad_filter_stages", "grad_filter_plots", "transforming_optimizers"}
+APART = {
+    "grad_filter",
+    "grad_filter_batches",
+    "grad_filter_policies",
+    "grad_filter_stages",
+    "grad_filter_plots",
+    "transforming_optimizers",
+}
 HEAVY = {"diffusers", "transformers", "accelerate", "bitsandbytes", "matplotlib", "cv2", "tensorboard", "peft", "tqdm"}
 LEVEL_OF = {name: number for number, names in enumerate(LEVELS) for name in names}
 MODULES = sorted(
@@ -81,7 +88,7 @@ def test_heavy_packages_are_imported_where_they_are_used(path):
         assert "torch" not in top
 
 
-@pytest.mark.parametrize("name", ["grad_filter", "grad_filter_policies", "grad_filter_stages"])
+@pytest.mark.parametrize("name", ["grad_filter", "grad_filter_batches", "grad_filter_policies", "grad_filter_stages"])
 def test_the_filter_stands_alone(name):
     """Standard library and torch; what is optional is imported where it is used."""
     path = REPOSITORY / "library" / f"{name}.py"

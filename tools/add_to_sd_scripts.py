@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "library"
-COPIED = ("grad_filter.py", "grad_filter_policies.py", "grad_filter_stages.py")
+COPIED = ("grad_filter.py", "grad_filter_batches.py", "grad_filter_policies.py", "grad_filter_stages.py")
 MARK = "  # gradient filters"
 IMPORT = "from library import grad_filter"
 DECORATORS = {
