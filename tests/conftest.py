@@ -41,10 +41,10 @@ def tiny_sd2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
-    """Leave out 8-bit steps where bitsandbytes makes them on a GPU only (before 0.46)."""
+    """Leave out steps where bitsandbytes makes them on a GPU only (before 0.46)."""
     try:
         return (yield)
     except NameError as error:
-        if error.name != "str2optimizer8bit_blockwise":
+        if not str(error.name).startswith("str2optimizer"):
             raise
-        pytest.skip("this bitsandbytes has no 8-bit step without a GPU")
+        pytest.skip("this bitsandbytes makes no step without a GPU")
