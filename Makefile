@@ -4,13 +4,15 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow test-upstream test-oldest test-newest bench bench-filters lint types format docs clean
+.PHONY: help demo test test-slow torture fuzz mutate test-upstream test-oldest test-newest bench bench-filters lint types
+.PHONY: format docs clean
 
 help:
 	@echo "make demo       train two LoRAs with gradient filters on a small model, draw what the filters let through"
 	@echo "make test       every test"
 	@echo "make test-slow  the long sets, of which 'make test' runs a sample"
 	@echo "make test-oldest, make test-newest   every test with the oldest and the newest versions that front-ends install"
+	@echo "make torture    stops, full disks and damage at every place of a save; make fuzz: ten times the generated inputs"
 	@echo "make bench      what a filter costs in a training step, as ratios"
 	@echo "make bench-filters  what filters cost beside an optimizer's step; FULL=1 for full sizes"
 	@echo "make lint       ruff; make format repairs layout, make types runs pyright, make docs writes docs/arguments.md"
@@ -66,6 +68,19 @@ build/newest/.ready: requirements.txt requirements-dev.txt
 test-oldest test-newest: test-%: build/%/.ready
 	build/$*/bin/python -m pip list --disable-pip-version-check | grep -E -i "^(torch|diffusers|transformers|accelerate|numpy|safetensors|bitsandbytes) "
 	build/$*/bin/python -m pytest -q -n 2 $(TESTS)
+
+torture: $(READY)
+	$(RUN) -m pytest -q -p no:xdist -m torture tests/test_torture.py
+
+fuzz: $(READY)
+	FUZZ=10 $(RUN) -m pytest -q -n 2 tests/test_fuzz.py
+
+# whether the tests of the step arithmetic, the parsers and the writer notice faults; survivors are printed
+mutate: $(READY)
+	$(RUN) tools/mutate.py library/run_plan.py tests/test_run_plan.py
+	$(RUN) tools/mutate.py library/key_values.py tests/test_key_values.py
+	$(RUN) tools/mutate.py library/files.py tests/test_files.py tests/test_torture.py
+	$(RUN) tools/mutate.py library/naming.py tests/test_naming.py
 
 bench: $(READY)
 	$(RUN) tools/bench.py

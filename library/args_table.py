@@ -519,7 +519,12 @@ ROWS: tuple[Row, ...] = (
     Row("save_last_n_steps_state", int, "training", "Same for states."),
     Row("save_state", bool, "training", "Also write the training state with every intermediate model and at the end."),
     Row("save_state_on_train_end", bool, "training", "Write the state at the end only."),
-    Row("resume", str, "training", "State folder (or hub address) to continue from."),
+    Row(
+        "resume",
+        str,
+        "training",
+        "State folder to continue from; auto: the newest complete one of this output name.",
+    ),
     Row("resume_from_huggingface", bool, "training", "Read --resume as a hub address."),
     Row("no_metadata", bool, "network", "Write only the six minimum ss_ keys (plus modelspec and hashes)."),
     Row("training_comment", str, "network", "Free text stored in the metadata."),

@@ -401,4 +401,5 @@ def save_single_file(
     states = (model.unet.state_dict(), model.vae.state_dict(), model.text_encoders[0].state_dict())
     tensors = single_file_tensors(*states, v2=v2)
     tensors = {key: value.detach().to("cpu", dtype or value.dtype).contiguous() for key, value in tensors.items()}
-    write_file(path, lambda temporary: save_file(tensors, temporary, metadata=metadata or None))
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    write_file(path, lambda temporary: save_file(tensors, temporary, metadata=metadata or None), size)

@@ -23,6 +23,7 @@ from library.captions import CaptionOptions, decode_utf8, find_caption_file, pro
 from library.config_util import DatasetSpec, Kind, SubsetSpec, list_images
 from library.errors import ErrorCollector, OptionError
 from library.latent_cache import CachedLatents, CacheRequest, Pixels, load_cached
+from library.signals import leave_signals_to_the_run
 
 log = logging.getLogger(__name__)
 
@@ -635,6 +636,7 @@ def batch_loader(data: TrainingData, keys: Iterable[BatchKey], workers: int) -> 
         sampler=list(keys),  # type: ignore[arg-type]
         num_workers=min(workers, os.cpu_count() or 1),
         collate_fn=_as_it_is,  # type: ignore[arg-type]  # it gets one ready batch, as batch_size is None
+        worker_init_fn=leave_signals_to_the_run,
         generator=torch.Generator(),  # the loader draws a number for its workers; not from the stream training uses
     )
     return iter(loader)

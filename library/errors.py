@@ -30,7 +30,15 @@ class OptionErrors(OptionError):
 
 
 class RunStopped(RuntimeError):
-    """A run that had to end before its last step, told in one line; everything saved until then stays usable."""
+    """A run that had to end before its last step, told in one line; everything saved until then stays usable.
+
+    Args:
+        message: the line. status: exit status of the process.
+    """
+
+    def __init__(self, message: str, status: int = RUN_STOPPED_STATUS):
+        super().__init__(message)
+        self.status = status
 
 
 class ErrorCollector:
@@ -67,13 +75,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main function and turn what a person can act on into lines on stderr and an exit status.
 
-    A mistake of the user gives status 2, a run that had to stop 1, Ctrl-C 130; anything else keeps its traceback.
+    A mistake of the user gives status 2, a run that had to stop 1, Ctrl-C 130 and SIGTERM 143; anything else keeps its
+    traceback.
     """
     try:
         main()
     except RunStopped as stopped:
         print(f"error: {stopped}", file=sys.stderr)
-        sys.exit(RUN_STOPPED_STATUS)
+        sys.exit(stopped.status)
     except KeyboardInterrupt:
         print("error: stopped by the keyboard. Complete states and models saved so far can be used", file=sys.stderr)
         sys.exit(INTERRUPTED_STATUS)

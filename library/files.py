@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -31,16 +32,30 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def write_file(target: Path, write: Callable[[Path], object]) -> None:
+def check_room(target: Path, size: int) -> None:
+    """Find out before writing whether a file or folder of about ``size`` bytes fits beside what is there.
+
+    Raises:
+        OSError: too little room is left, with both numbers.
+    """
+    folder = next(path for path in (target, *target.parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise OSError(errno.ENOSPC, f"{size / 2**20:.1f} MiB are needed, {free / 2**20:.1f} MiB are free", str(target))
+
+
+def write_file(target: Path, write: Callable[[Path], object], size: int = 0) -> None:
     """Let ``write`` fill a temporary file beside ``target``, flush it, and rename it into place.
 
     Args:
         target: the final path; its folder is made when missing; an older file is replaced in one step.
         write: called with the temporary path, which it must create.
+        size: bytes it will have, as far as known; looked for before anything is written.
 
     Raises:
         OSError: the disk is full, read-only, ...; the temporary file is gone then and an older target untouched.
     """
+    check_room(target, size)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _hidden_beside(target, TEMPORARY_MARK)
     try:
@@ -54,7 +69,7 @@ def write_file(target: Path, write: Callable[[Path], object]) -> None:
 
 def write_bytes(target: Path, content: bytes) -> None:
     """Write bytes through :func:`write_file`."""
-    write_file(target, lambda path: path.write_bytes(content))
+    write_file(target, lambda path: path.write_bytes(content), len(content))
 
 
 def write_text(target: Path, content: str) -> None:
@@ -68,7 +83,7 @@ def write_json(target: Path, content: Any) -> None:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def new_folder(target: Path, size: int = 0) -> Iterator[Path]:
     """Fill a temporary folder; when the block ends well it becomes ``target``, replacing an older one.
 
     Everything inside is flushed before the rename, so a folder under its final name is complete. An older folder is
@@ -76,11 +91,12 @@ def new_folder(target: Path) -> Iterator[Path]:
     between the two.
 
     Args:
-        target: the final path of the folder.
+        target: the final path of the folder. size: bytes it will have, as far as known.
 
     Raises:
         OSError: as the writes inside; the temporary folder is removed and an older target stays.
     """
+    check_room(target, size)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _hidden_beside(target, TEMPORARY_MARK)
     temporary.mkdir()

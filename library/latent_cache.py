@@ -297,7 +297,7 @@ def _write(request: CacheRequest, cached: CachedLatents, vae: str, suffix: str) 
         with temporary.open("wb") as file:  # np.savez adds .npz to a name, not to an open file
             np.savez(file, **arrays)
 
-    write_file(path, save)
+    write_file(path, save, sum(array.nbytes for array in arrays.values()))
     return path
 
 

@@ -16,10 +16,11 @@ from library.batch_loss import BatchResult
 from library.dataset import BatchKey, TrainingData, batch_loader
 from library.errors import RunStopped
 from library.losses import first_non_finite
-from library.optimizers import logged_rates
+from library.optimizers import EstimateWatch, logged_rates, step_size_estimates
 from library.output import RunOutput
 from library.progress import LossAverage, Progress
 from library.run_plan import RunPlan, Update
+from library.signals import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class TrainingLoop:
         scalars: where scalars go.
         settings: plain values.
         losses: loss of each position in the epoch, from an earlier process.
+        stop: tells that the process was asked to end.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class TrainingLoop:
         scalars: ScalarLog,
         settings: LoopSettings,
         losses: Sequence[float] = (),
+        stop: StopRequest | None = None,
     ):
         self.accelerator = accelerator
         self.plan = plan
@@ -93,7 +96,10 @@ class TrainingLoop:
         self.scalars = scalars
         self.settings = settings
         self.average = LossAverage(losses)
+        self.stop = stop or StopRequest()
         self.filter = grad_filter.handle_of(parts.raw_optimizer)
+        self.estimates = EstimateWatch(parts.raw_optimizer)
+        self.rates: dict[str, float] = {}
 
     def run(self, done: int, epoch_end_due: bool) -> Update:
         """Do every update after ``done`` and give the last one.
@@ -111,6 +117,8 @@ class TrainingLoop:
             self.parts.network.on_epoch_start(self.parts.text_encoders, self.parts.unet)
             for step in self.plan.steps_of_epoch(epoch, after_step=done):
                 self._one_update(self.plan.update(step))
+                if step < self.plan.max_steps:
+                    self._stop_if_asked(self.plan.update(step))
         self.progress.close()
         return self.plan.update(self.plan.max_steps)
 
@@ -132,6 +140,22 @@ class TrainingLoop:
             keys_of_epochs = iter([itertools.chain.from_iterable(keys_of_epochs)])
         for keys in keys_of_epochs:
             yield from batch_loader(self.data, keys, self.settings.workers)
+
+    def _stop_if_asked(self, update: Update) -> None:
+        asked = self.stop.number
+        if self.plan.processes > 1:  # all of them stop after the same step
+            number = torch.tensor(asked, device=self.accelerator.device)
+            asked = int(self.accelerator.gather(number).max())
+        if not asked:
+            return
+        self.progress.close()
+        self.stop.number = asked
+        saved = self.output.at_stop(update)
+        self.scalars.close()
+        way_on = f"Go on with --resume {saved}" if saved else "No state was asked for: add --save_state to go on later"
+        raise RunStopped(
+            f"{self.stop.name}: stopped after step {update.step} of {self.plan.max_steps}. {way_on}", self.stop.status
+        )
 
     # ----------------------------------------------------------------------------------------------------- update
 
@@ -181,7 +205,10 @@ class TrainingLoop:
                 timesteps=torch.cat([result.timesteps for result in results]),
                 losses=torch.cat([result.losses for result in results]),
             )
+        estimates = step_size_estimates(parts.raw_optimizer)
         parts.optimizer.step()
+        self.rates = logged_rates(parts.raw_optimizer, parts.descriptions, estimates)
+        self.estimates.after_update()
         parts.scheduler.step()
         parts.optimizer.zero_grad(set_to_none=True)
 
@@ -206,7 +233,7 @@ class TrainingLoop:
 
     def _log_update(self, update: Update, results: list[BatchResult], norms: dict[str, float]) -> None:
         scalars = {"loss/current": float(results[-1].loss), "loss/average": self.average.mean}
-        scalars |= logged_rates(self.parts.raw_optimizer, self.parts.descriptions)
+        scalars |= self.rates
         if norms:
             scalars["max_norm/keys_scaled"] = norms["Keys Scaled"]
             scalars["norm/avg_key_norm"] = norms["Average key norm"]

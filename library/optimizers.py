@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
+import importlib.util
 import inspect
 import logging
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +32,7 @@ class OptimizerSpec:
         name: as typed, in any case. path: where its class is. pip: package that has it, None for torch.
         forced: arguments it always gets. defaults: arguments it gets unless given.
         adapts_lr: finds its own step size; rates near 1 are meant and all groups need the same one.
-        schedule_free: keeps averaged weights; no schedule, and train() / eval() switch between the two.
-        needs_cuda: cannot run on a CPU.
+        relative_step: sets its own rates unless told otherwise. needs_cuda: cannot run on a CPU.
     """
 
     name: str
@@ -39,7 +41,7 @@ class OptimizerSpec:
     forced: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     adapts_lr: bool = False
-    schedule_free: bool = False
+    relative_step: bool = False
     needs_cuda: bool = False
 
 
@@ -67,59 +69,111 @@ OPTIMIZERS: tuple[OptimizerSpec, ...] = (
     OptimizerSpec("DAdaptLion", "dadaptation.DAdaptLion", _DADAPT, adapts_lr=True),
     OptimizerSpec("DAdaptSGD", "dadaptation.DAdaptSGD", _DADAPT, adapts_lr=True),
     OptimizerSpec("Prodigy", "prodigyopt.Prodigy", "prodigyopt", adapts_lr=True),
-    OptimizerSpec("Adafactor", "transformers.optimization.Adafactor", "transformers"),
-    OptimizerSpec("AdamWScheduleFree", "schedulefree.AdamWScheduleFree", "schedulefree", schedule_free=True),
-    OptimizerSpec("RAdamScheduleFree", "schedulefree.RAdamScheduleFree", "schedulefree", schedule_free=True),
-    OptimizerSpec("SGDScheduleFree", "schedulefree.SGDScheduleFree", "schedulefree", schedule_free=True),
+    OptimizerSpec("Adafactor", "transformers.optimization.Adafactor", "transformers", relative_step=True),
+    OptimizerSpec("AdamWScheduleFree", "schedulefree.AdamWScheduleFree", "schedulefree"),
+    OptimizerSpec("RAdamScheduleFree", "schedulefree.RAdamScheduleFree", "schedulefree"),
+    OptimizerSpec("SGDScheduleFree", "schedulefree.SGDScheduleFree", "schedulefree"),
 )
 BY_NAME = {spec.name.lower(): spec for spec in OPTIMIZERS}
-OWN_SETTINGS = ("params", "lr")
+OWN_OPTIONS = {"lr": "--learning_rate", "params": "the network"}
+# where a short name is looked for when a full path is needed, if the package is there
+PLACES = ("bitsandbytes.optim", "pytorch_optimizer", "schedulefree", "dadaptation", "prodigyopt")
 
 
-def find_optimizer(optimizer_type: str) -> OptimizerSpec:
+def find_optimizer(optimizer_type: str | None) -> OptimizerSpec:
     """Give the row of a name; torch.optim classes and dotted paths get a row of their own.
 
     Raises:
         OptionError: unknown name.
     """
-    name = optimizer_type or "AdamW"
+    name = (optimizer_type or "AdamW").strip()
     if name.lower() in BY_NAME:
         return BY_NAME[name.lower()]
     if "." in name:
-        return OptimizerSpec(name, name, name.split(".")[0], schedule_free=name.lower().endswith("schedulefree"))
-    if isinstance(getattr(torch.optim, name, None), type) and issubclass(
-        getattr(torch.optim, name), torch.optim.Optimizer
-    ):
+        return OptimizerSpec(name, name, name.split(".")[0])
+    if _is_optimizer(getattr(torch.optim, name, None)):
         return OptimizerSpec(name, f"torch.optim.{name}")
-    known = [*(spec.name for spec in OPTIMIZERS), *(k for k, v in vars(torch.optim).items() if isinstance(v, type))]
+    known = [*(spec.name for spec in OPTIMIZERS), *(k for k, v in vars(torch.optim).items() if _is_optimizer(v))]
+    example = _full_path(name)
+    near = f" Did you mean {example}?" if example else did_you_mean(name, known)
     raise OptionError(
-        f"--optimizer_type: no optimizer is called {name!r}.{did_you_mean(name, known)} "
-        f"Use a name of docs/arguments.md, a torch.optim class, or a full path such as bitsandbytes.optim.AdEMAMix8bit"
+        f"--optimizer_type: no optimizer is called {name!r}.{near} Use a name of docs/arguments.md, a torch.optim "
+        f"class, or a full path such as {example or 'bitsandbytes.optim.AdEMAMix8bit'}"
     )
+
+
+def _is_optimizer(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
+
+
+def _full_path(name: str) -> str | None:
+    """Give where an installed package has a class of this name."""
+    for place in PLACES:
+        if importlib.util.find_spec(place.split(".")[0]) is None:
+            continue
+        for key, value in vars(importlib.import_module(place)).items():
+            if key.lower() == name.lower() and _is_optimizer(value):
+                return f"{place}.{key}"
+    return None
 
 
 def load_class(spec: OptimizerSpec) -> type[torch.optim.Optimizer]:
     """Import the class of a row.
 
     Raises:
-        OptionError: its package is missing, it needs a GPU, or it is no optimizer.
+        OptionError: its package is missing, it needs a GPU, or it is no optimizer that a training loop can step.
     """
     if spec.needs_cuda and not torch.cuda.is_available():
         raise OptionError(f"--optimizer_type {spec.name} needs a CUDA GPU. Use AdamW8bit, Lion8bit or AdamW here")
     module_name, _, class_name = spec.path.rpartition(".")
+    if not all(spec.path.split(".")):
+        raise OptionError(f"--optimizer_type {spec.name!r} is no full path. Example: bitsandbytes.optim.AdEMAMix8bit")
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        module = importlib.import_module(module_name)
     except ImportError as error:
         way_out = f"pip install {spec.pip}" if spec.pip else "Update torch"
         raise OptionError(f"--optimizer_type {spec.name}: cannot import {module_name} ({error}). {way_out}") from error
-    except AttributeError as error:
-        known = vars(importlib.import_module(module_name))
-        raise OptionError(
-            f"--optimizer_type {spec.name}: {module_name} has no {class_name}.{did_you_mean(class_name, known)}"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    found = getattr(module, class_name, None)
+    if found is None:
+        near = did_you_mean(class_name, [key for key, value in vars(module).items() if _is_optimizer(value)])
+        raise OptionError(f"--optimizer_type {spec.name}: {module_name} has no {class_name}.{near} Check its spelling")
+    if not _is_optimizer(found):
         raise OptionError(f"--optimizer_type {spec.name}: {spec.path} is no torch optimizer. Name an optimizer class")
+    if needed := step_needs(found):
+        raise OptionError(
+            f"--optimizer_type {spec.name} cannot be stepped without {', '.join(needed)}. Use another one, e.g. AdamW"
+        )
     return found
+
+
+def step_needs(cls: Any) -> list[str]:
+    """Give the arguments that the ``step`` of an optimizer or schedule class cannot do without."""
+    parameters = list(inspect.signature(cls.step).parameters.values())[1:]
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def _check_arguments(spec: OptimizerSpec, cls: type[torch.optim.Optimizer], given: Mapping[str, Any]) -> None:
+    accepted = inspect.signature(cls.__init__).parameters
+    rest = [name for name, parameter in accepted.items() if parameter.kind is parameter.VAR_KEYWORD]
+    known = [name for name in accepted if name not in ("self", *OWN_OPTIONS, *rest)]
+    takes_more = bool(rest) and _uses(cls.__init__, rest[0])
+    for key in given:
+        if key in OWN_OPTIONS:
+            raise OptionError(f"--optimizer_args: {key} is set by {OWN_OPTIONS[key]}. Leave it out here")
+        if key not in known and not takes_more:
+            raise OptionError(
+                f"--optimizer_args: {spec.name} takes no {key!r}.{did_you_mean(key, known)} "
+                f"It takes: {', '.join(known)}"
+            )
+
+
+def _uses(function: Any, variable: str) -> bool:
+    """Say whether a function ever reads one of its arguments; some take ``**kwargs`` only to drop them."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return True
+    reads = (step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
+    return any(variable == read or (isinstance(read, tuple) and variable in read) for read in reads)
 
 
 def build_optimizer(
@@ -137,52 +191,31 @@ def build_optimizer(
     Raises:
         OptionError: an argument that the class does not take, or a value it refuses.
     """
-    cls = load_class(spec)
+    cls: Any = load_class(spec)
     given = {**spec.defaults, **arguments, **spec.forced}
-    accepted = inspect.signature(cls.__init__).parameters
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in accepted.values()):
-        for key in given:
-            if key not in accepted:
-                known = [name for name in accepted if name not in ("self", *OWN_SETTINGS)]
-                raise OptionError(
-                    f"--optimizer_args: {spec.name} takes no {key!r}.{did_you_mean(key, known)} "
-                    f"It takes: {', '.join(known)}"
-                )
+    _check_arguments(spec, cls, given)
     try:
         return cls(params, lr=learning_rate, **given), given
-    except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+    except Exception as error:  # what a foreign constructor raises at a value is not in our hands
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OptionError(
-            f"--optimizer_args: {spec.name} refuses its arguments ({reason}). Check the values"
+            f"--optimizer_args: {spec.name} refuses its arguments ({reason[:200]}). Check the values"
         ) from error
 
 
-def _adafactor_settings(arguments: Mapping[str, Any], learning_rate: float) -> tuple[dict[str, Any], bool]:
-    """Complete Adafactor's arguments; say whether it sets its own rates."""
-    settings = {"relative_step": True, **arguments}
-    if settings.get("warmup_init") and not settings["relative_step"]:
-        log.info("Adafactor: warmup_init=True needs relative_step=True, which is set")
-        settings["relative_step"] = True
-    return settings, bool(settings["relative_step"])
-
-
 def check_rates(spec: OptimizerSpec, rates: Sequence[float | None]) -> None:
-    """Warn of, or refuse, rates that an optimizer with its own step size cannot use.
+    """Refuse rates that an optimizer with its own step size cannot use; parts with a rate of 0 do not count.
 
     Raises:
         OptionError: groups differ; the library refuses that in the middle of its first step.
     """
-    if not spec.adapts_lr:
-        return
-    given = {rate for rate in rates if rate is not None}
-    if len(given) > 1:
+    given = {rate for rate in rates if rate}
+    if spec.adapts_lr and len(given) > 1:
         values = ", ".join(f"{rate:g}" for rate in sorted(given))
         raise OptionError(
-            f"--optimizer_type {spec.name} needs one learning rate for everything, got {values}. "
-            f"Use equal --learning_rate, --unet_lr and --text_encoder_lr, and no loraplus ratios"
+            f"--optimizer_type {spec.name} needs one learning rate for everything, got {values}. Use equal "
+            f"--learning_rate, --unet_lr and --text_encoder_lr, no loraplus ratios and no lr weights of blocks"
         )
-    if given and min(given) <= 0.1:
-        log.warning("%s finds its own step size; a learning rate of about 1.0 is meant, got %g", spec.name, min(given))
 
 
 def chosen_type(args: Namespace) -> str:
@@ -198,6 +231,63 @@ def chosen_type(args: Namespace) -> str:
     return switches[given[0]] if given else args.optimizer_type
 
 
+@dataclass(frozen=True)
+class OptimizerRequest:
+    """What the options ask for.
+
+    Attributes:
+        spec: the row. arguments: ``--optimizer_args``. learning_rate: as the option.
+        sets_own_rates: the optimizer is given no rates at all.
+    """
+
+    spec: OptimizerSpec
+    arguments: dict[str, Any]
+    learning_rate: float | None
+    sets_own_rates: bool
+
+    @property
+    def own_schedule(self) -> str:
+        """Name of the schedule that only shows the optimizer's own rates."""
+        return f"adafactor:{self.learning_rate}"
+
+
+def read_optimizer(args: Namespace) -> OptimizerRequest:
+    """Read the optimizer's options.
+
+    Raises:
+        OptionError: unknown name, unreadable arguments.
+    """
+    spec = find_optimizer(chosen_type(args))
+    arguments = parse_key_values(args.optimizer_args, "--optimizer_args")
+    if spec.relative_step:
+        arguments = {"relative_step": True, **arguments}
+        if arguments.get("warmup_init") and not arguments["relative_step"]:
+            log.info("%s: warmup_init=True needs relative_step=True, which is set", spec.name)
+            arguments["relative_step"] = True
+    return OptimizerRequest(
+        spec, arguments, args.learning_rate, bool(spec.relative_step and arguments["relative_step"])
+    )
+
+
+def check_optimizer(args: Namespace, rates: Sequence[float | None]) -> tuple[torch.optim.Optimizer, str]:
+    """Try the options out on a parameter of four by four, so that what is wrong is known before a model is loaded.
+
+    Args:
+        args: parsed options without those of the gradient filter. rates: learning rates of the parts to be trained.
+
+    Returns:
+        The optimizer that was tried, and the schedule that will be in force.
+
+    Raises:
+        OptionError: a wrong name, argument, value or rate.
+    """
+    request = read_optimizer(args)
+    check_rates(request.spec, rates)
+    rate = None if request.sets_own_rates else request.learning_rate
+    optimizer, _ = build_optimizer(request.spec, [torch.nn.Parameter(torch.zeros(4, 4))], rate, request.arguments)
+    return optimizer, request.own_schedule if request.sets_own_rates else args.lr_scheduler
+
+
 @grad_filter.with_grad_filter
 def get_optimizer(args: Namespace, trainable_params: Sequence[Any]) -> tuple[str, str, torch.optim.Optimizer]:
     """Build the optimizer that the options ask for, with the gradient filter they ask for.
@@ -210,31 +300,34 @@ def get_optimizer(args: Namespace, trainable_params: Sequence[Any]) -> tuple[str
     Returns:
         Full class path, ``k=v`` arguments joined by commas, the optimizer in train mode.
     """
-    spec = find_optimizer(chosen_type(args))
-    arguments = parse_key_values(args.optimizer_args, "--optimizer_args")
+    request = read_optimizer(args)
     groups = [{**g, "params": list(g["params"])} if isinstance(g, dict) else g for g in trainable_params]
-    rate = args.learning_rate
-    if spec.name == "Adafactor":
-        arguments, sets_own_rates = _adafactor_settings(arguments, rate)
-        if sets_own_rates:
-            groups = [{k: v for k, v in g.items() if k != "lr"} if isinstance(g, dict) else g for g in groups]
-            args.lr_scheduler = f"adafactor:{rate}"
-            args.learning_rate = args.unet_lr = args.text_encoder_lr = rate = None
-            log.info("Adafactor sets its own rates; --lr_scheduler becomes %s", args.lr_scheduler)
-    check_rates(spec, [g.get("lr", rate) for g in groups if isinstance(g, dict)] or [rate])
-    optimizer, given = build_optimizer(spec, groups, rate, arguments)
+    rate = request.learning_rate
+    if request.sets_own_rates:
+        groups = [{k: v for k, v in g.items() if k != "lr"} if isinstance(g, dict) else g for g in groups]
+        args.lr_scheduler = request.own_schedule
+        args.learning_rate = args.unet_lr = args.text_encoder_lr = rate = None
+        log.info("%s sets its own rates; --lr_scheduler becomes %s", request.spec.name, args.lr_scheduler)
+    rates = [g.get("lr", rate) for g in groups if isinstance(g, dict)] or [rate]
+    check_rates(request.spec, rates)
+    if request.spec.adapts_lr and (first := next((r for r in rates if r), 0.0)) <= 0.1:
+        log.warning("%s finds its own step size; a learning rate of about 1 is meant, got %g", request.spec.name, first)
+    optimizer, given = build_optimizer(request.spec, groups, rate, request.arguments)
     if callable(getattr(optimizer, "train", None)):
-        optimizer.train()
-    name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-    return name, ",".join(f"{key}={value}" for key, value in given.items()), optimizer
+        optimizer.train()  # type: ignore[attr-defined]
+    cls = type(optimizer)
+    name, text = f"{cls.__module__}.{cls.__name__}", ",".join(f"{key}={value}" for key, value in given.items())
+    code = getattr(sys.modules.get(cls.__module__), "__file__", "built in")
+    log.info("optimizer: %s(%s)%s", name, text, f" of {code}" if "." in request.spec.name else "")
+    return name, text, optimizer
 
 
 # ----------------------------------------------------------------------------------------- schedule-free, logged rates
 
 
 def is_schedulefree_optimizer(optimizer: torch.optim.Optimizer, args: Namespace) -> bool:
-    """Say whether the optimizer keeps averaged weights, by its name."""
-    return bool(args.optimizer_type) and args.optimizer_type.lower().endswith("schedulefree")
+    """Say whether the optimizer keeps averaged weights and wants no schedule, by its name."""
+    return (args.optimizer_type or "").strip().lower().endswith("schedulefree")
 
 
 def get_optimizer_train_eval_fn(
@@ -267,14 +360,64 @@ def evaluation_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 param.copy_(value)
 
 
-def logged_rates(optimizer: torch.optim.Optimizer, descriptions: Sequence[str]) -> dict[str, float]:
-    """Give the learning rate of every group, and d * lr where the optimizer finds d, by scalar name."""
+def step_size_estimates(optimizer: torch.optim.Optimizer) -> list[float | None]:
+    """Give d of every group: the step size that D-Adaptation and Prodigy find, None for other optimizers."""
+    return [float(group["d"]) if "d" in group else None for group in optimizer.param_groups]
+
+
+def logged_rates(
+    optimizer: torch.optim.Optimizer, descriptions: Sequence[str], estimates: Sequence[float | None]
+) -> dict[str, float]:
+    """Give the rate that the update just made used in every group, and d times it where there is a d, by scalar name.
+
+    Call it between the optimizer's step and the schedule's.
+
+    Args:
+        optimizer: the raw one. descriptions: one per group. estimates: ``step_size_estimates`` from before the update.
+    """
     scalars: dict[str, float] = {}
-    for description, group in zip(descriptions, optimizer.param_groups):
-        rate = group.get("scheduled_lr", group.get("lr"))
+    for description, group, estimate in zip(descriptions, optimizer.param_groups, estimates):
+        rate = _rate_of(optimizer, group)
         if rate is None:
-            continue  # Adafactor with its own steps before its first one
-        scalars[f"lr/{description}"] = float(rate)
-        if "d" in group:
-            scalars[f"lr/d*lr/{description}"] = float(group["d"]) * float(group["lr"])
+            continue
+        scalars[f"lr/{description}"] = rate
+        if estimate is not None:
+            scalars[f"lr/d*lr/{description}"] = estimate * rate
     return scalars
+
+
+def _rate_of(optimizer: Any, group: dict[str, Any]) -> float | None:
+    if group.get("relative_step") and hasattr(optimizer, "_get_lr"):  # a rate per tensor, the first one's is shown
+        states = (optimizer.state[param] for param in group["params"] if optimizer.state.get(param))
+        return next((float(optimizer._get_lr(group, state)) for state in states), None)
+    # libraries with a warm-up of their own write the rate they used beside the one they were given
+    rate = group.get("effective_lr", group.get("scheduled_lr", group.get("lr")))
+    return None if rate is None else float(rate)
+
+
+class EstimateWatch:
+    """Notices that an optimizer which finds its own step size has not found one.
+
+    Args:
+        optimizer: any; without an estimate d nothing is watched. patience: updates without movement.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, patience: int = 50):
+        self.optimizer = optimizer
+        self.patience = patience
+        self.updates = 0
+        self.first = step_size_estimates(optimizer)
+
+    def after_update(self) -> None:
+        """Look once, after ``patience`` updates, and say so when d still is what it was."""
+        if self.updates >= self.patience or None in self.first:
+            return
+        self.updates += 1
+        if self.updates == self.patience and step_size_estimates(self.optimizer) == self.first:
+            log.warning(
+                "the step size d of %s still is %g after %d updates, so hardly anything is learnt. Let a gradient "
+                "filter keep more, or raise d0 or d_coef in --optimizer_args",
+                type(self.optimizer).__name__,
+                self.first[0],
+                self.patience,
+            )

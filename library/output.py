@@ -38,6 +38,7 @@ class RunOutput:
         self.epoch_interval = epoch_interval
         self._write_model = write_model
         self._write_state = write_state
+        self._last_state: Path | None = None
 
     def after_step(self, update: Update) -> None:
         """Save what is due after an optimizer step."""
@@ -69,12 +70,22 @@ class RunOutput:
             self._state(self.names.final_state(), update, at_epoch_end=update.ends_epoch)
         self._model(self.names.final_model(), update, at_epoch_end=True)
 
+    def at_stop(self, update: Update) -> Path | None:
+        """Save the state of a run that is asked to end, where states are wanted; give its folder, None without one."""
+        if not self.settings.state_at_end:
+            return None
+        folder = self.names.step_state(update.step)
+        if folder != self._last_state:
+            self._state(folder, update, at_epoch_end=update.ends_epoch)
+        return folder
+
     def _model(self, path: Path, update: Update, at_epoch_end: bool) -> None:
         self._write_model(path, update, at_epoch_end)
         log.info("model saved: %s", path)
 
     def _state(self, folder: Path, update: Update, at_epoch_end: bool) -> None:
         self._write_state(folder, update, at_epoch_end)
+        self._last_state = folder
         log.info("state saved: %s", folder)
 
     def _remove(self, number: int | None, name: Callable[[int], Path]) -> None:

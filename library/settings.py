@@ -159,6 +159,15 @@ def read_network_rates(args: Namespace) -> dict[str, Any]:
     return {"text_encoder_lr": text_encoder or None, "unet_lr": args.unet_lr, "default_lr": args.learning_rate}
 
 
+def read_part_rates(args: Namespace) -> list[float | None]:
+    """Give the learning rates of the parts to be trained, as far as the options tell."""
+    rates = read_network_rates(args)
+    encoders = rates["text_encoder_lr"] or [rates["default_lr"]]
+    unet = rates["default_lr"] if rates["unet_lr"] is None else rates["unet_lr"]
+    of_encoders = [] if args.network_train_unet_only else list(encoders)
+    return of_encoders + ([] if args.network_train_text_encoder_only else [unet])
+
+
 def read_trained_parts(args: Namespace) -> tuple[bool, bool]:
     """Say whether the text encoder and the U-Net get a network.
 

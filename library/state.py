@@ -2,7 +2,7 @@
 
 A state folder has the file names that accelerate uses (``model.safetensors``, ``optimizer.bin``, ``scheduler.bin``,
 ``scaler.pt``) plus ``random_states_<rank>.json`` and the record ``train_state.json``, which is written last and lists
-size and SHA-256 of every other file. Nothing in it needs unrestricted unpickling.
+size and SHA-256 of every other file and of itself. Nothing in it needs unrestricted unpickling.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,12 +24,14 @@ from torch import Tensor
 
 from library import grad_filter
 from library.errors import OptionError
-from library.files import new_folder, recover_folder, write_json
+from library.files import OLDER_MARK, new_folder, recover_folder, write_json
+from library.run_plan import RunPlan
 
 log = logging.getLogger(__name__)
 
 RECORD_NAME = "train_state.json"
 RECORD_VERSION = 1
+FOREIGN_RECORD = {"current_epoch", "current_step"}  # all that other trainers write
 MODEL_NAME = "model.safetensors"
 OPTIMIZER_NAME = "optimizer.bin"
 SCHEDULER_NAME = "scheduler.bin"
@@ -61,6 +64,11 @@ class StateRecord:
     epoch_ended: bool = False
     version: int = RECORD_VERSION
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def _digest_of_record(values: dict[str, Any]) -> str:
+    rest = {name: value for name, value in values.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def _digest(path: Path) -> dict[str, Any]:
@@ -157,10 +165,11 @@ def save_state(
     """
     from safetensors.torch import save_file
 
-    with new_folder(folder) as inside:
+    optimizer_state = optimizer.state_dict()
+    with new_folder(folder, _bytes_in(weights) + _bytes_in(optimizer_state)) as inside:
         cpu_weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
         save_file(cpu_weights, inside / MODEL_NAME)
-        torch.save(optimizer.state_dict(), inside / OPTIMIZER_NAME)
+        torch.save(optimizer_state, inside / OPTIMIZER_NAME)
         if scheduler is not None:
             torch.save(scheduler.state_dict(), inside / SCHEDULER_NAME)
         if scaler is not None:
@@ -168,7 +177,17 @@ def save_state(
         for rank, states in enumerate(random_states_of_ranks):
             write_json(inside / f"random_states_{rank}.json", states)
         record.files = {path.name: _digest(path) for path in sorted(inside.iterdir())}
-        write_json(inside / RECORD_NAME, asdict(record))
+        values = asdict(record)
+        write_json(inside / RECORD_NAME, {**values, "sha256": _digest_of_record(values)})
+
+
+def _bytes_in(value: Any) -> int:
+    """Give the bytes of all tensors in nested dicts and lists."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(_bytes_in, value.values()))
+    return sum(map(_bytes_in, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def check_state_can_be_read_back(optimizer: torch.optim.Optimizer) -> None:
@@ -221,13 +240,16 @@ def read_record(folder: Path) -> StateRecord:
         known = {name: values[name] for name in StateRecord.__dataclass_fields__ if name in values}
         record = StateRecord(**{"version": 0, **known})
         record.current_step, record.current_epoch = int(record.current_step), int(record.current_epoch)
-    except (ValueError, TypeError, UnicodeDecodeError) as error:
+        record.version = int(record.version)
+    except (ValueError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
         raise OptionError(f"--resume: {record_path} is damaged ({error}). Choose an older state") from error
     if record.version > RECORD_VERSION:
         raise OptionError(
             f"--resume: {folder} was written by a newer version (state format {record.version}, this one reads up to "
             f"{RECORD_VERSION}). Update this trainer"
         )
+    if not values.keys() <= FOREIGN_RECORD and values.get("sha256") != _digest_of_record(values):
+        raise OptionError(f"--resume: {record_path} is damaged (its SHA-256 differs). Choose an older state")
     for name, expected in record.files.items():
         path = folder / name
         if not path.is_file():
@@ -235,6 +257,89 @@ def read_record(folder: Path) -> StateRecord:
         if _digest(path) != expected:
             raise OptionError(f"--resume: {path} is damaged (size or SHA-256 differs). Choose an older state")
     return record
+
+
+def find_state(asked: str, folder: Path, name: str | None) -> tuple[Path | None, StateRecord | None]:
+    """Give the state that ``--resume`` means, checked; both None when ``auto`` finds none of this output name.
+
+    Args:
+        asked: a folder, or ``auto``. folder: the output folder. name: the output name.
+    """
+    if asked == "auto":
+        return newest_state(folder, name) or (None, None)
+    return Path(asked), read_record(Path(asked))
+
+
+def report_restored(record: StateRecord, plan: RunPlan, has_filter: bool) -> None:
+    """Say in one line where the run goes on and what it took over from its state."""
+    update = plan.update(record.current_step)
+    log.info(
+        "restored: step %d of %d, epoch %d, batch %d of %d in the epoch; %d tensors and their optimizer state (%s); "
+        "gradient filter: %s; random numbers of this process",
+        record.current_step,
+        plan.max_steps,
+        update.epoch,
+        update.last_batch,
+        plan.batches_per_process,
+        len(record.parameters),
+        record.optimizer.rpartition(".")[2] or "not named in the state",
+        "its buffers" if has_filter else "none",
+    )
+
+
+def newest_state(folder: Path, name: str | None) -> tuple[Path, StateRecord] | None:
+    """Find the complete state of an output name that stands at the highest step, and say which and why.
+
+    Args:
+        folder: the output folder. name: ``--output_name``; None means the fall-back names.
+
+    Returns:
+        Its folder and record; None when no state of this name is there at all.
+
+    Raises:
+        OptionError: there are states, and none of them is complete.
+    """
+    stem = f"(?:{re.escape(name)})" if name else "(?:last|epoch|at)"
+    pattern = re.compile(rf"{stem}(?:-step\d{{8,}}|-\d{{6,}})?-state")
+    names = {found.name for found in folder.glob("*-state") if pattern.fullmatch(found.name)}
+    hidden = (found.name[1:].partition(OLDER_MARK)[0] for found in folder.glob(f".*-state{OLDER_MARK}*"))
+    names |= {name for name in hidden if pattern.fullmatch(name)}  # a kill between two renames left only this one
+    for found in names:
+        recover_folder(folder / found)
+    passed_over: list[str] = []
+    for found in sorted(names, key=lambda found: (_step_of(folder / found), found), reverse=True):
+        try:
+            record = read_record(folder / found)
+        except OptionError as error:
+            passed_over.append(found)
+            log.warning("--resume auto passes over %s: %s", found, str(error).removeprefix("--resume: "))
+            continue
+        log.info(
+            "--resume auto: %s is taken, the newest complete state of %r: step %d; states of this name: %d, passed "
+            "over: %d",
+            folder / found,
+            name or "last",
+            record.current_step,
+            len(names),
+            len(passed_over),
+        )
+        return folder / found, record
+    if passed_over:
+        raise OptionError(
+            f"--resume auto: no state in {folder} is complete ({', '.join(sorted(passed_over)[:3])}). Move them away "
+            f"to begin anew, or name a state with --resume"
+        )
+    log.info("--resume auto: %s holds no state of %r, the run starts at its beginning", folder, name or "last")
+    return None
+
+
+def _step_of(folder: Path) -> tuple[int, bool]:
+    """Give where a state says it stands, without looking at its files."""
+    try:
+        values = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+        return int(values["current_step"]), bool(values.get("epoch_ended"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return -1, False
 
 
 def check_optimizer_matches(record: StateRecord, optimizer: str, parameters: Sequence[str]) -> None:

@@ -31,11 +31,12 @@ from library.losses import first_non_finite
 from library.model_families import SD, ModelFamily, set_attention
 from library.naming import OutputNames
 from library.noise import noise_schedule
-from library.optimizers import evaluation_weights, get_optimizer
+from library.optimizers import check_optimizer, evaluation_weights, get_optimizer
 from library.output import RunOutput
 from library.run_plan import RunPlan, Update, initial_step
 from library.sampling import SamplePrompt, generate_samples, load_prompts
-from library.schedulers import check_schedule, get_scheduler_fix, read_schedule
+from library.schedulers import check_scheduler, get_scheduler_fix, put_schedule_in_force
+from library.signals import StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Checked:
     model_path: Path
     data: TrainingData
     prompts: list[SamplePrompt]
+    resume: Path | None
     record: state.StateRecord | None
     seed: int
 
@@ -97,7 +99,7 @@ class NetworkTrainer:
         if args.cache_latents or args.cache_latents_to_disk:
             self._cache_latents(args, checked.data, model, accelerator)
         if checked.record is not None:
-            self._resume(Path(args.resume), checked.record, parts, accelerator, plan, optimizer_name)
+            self._resume(checked.resume, checked.record, parts, accelerator, plan, optimizer_name)
         log.info(
             "training starts after step %d of %d (%s), epoch %d", done, plan.max_steps, source, plan.epoch_after(done)
         )
@@ -126,17 +128,14 @@ class NetworkTrainer:
         check_options(args)
         errors = ErrorCollector()
         precision = settings.read_precision(args)
-        found: dict[str, Any] = {"prompts": [], "record": None}
+        found: dict[str, Any] = {"prompts": [], "resume": None, "record": None}
         with errors.check():
             check_precision(precision.mixed, precision.full)
         with errors.check():
             settings.read_trained_parts(args)
-        with errors.check():
-            _check_optimizer(args)
+        _check_optimizer(args, errors)
         with errors.check():
             _check_filter(args)
-        with errors.check():
-            check_schedule(read_schedule(args, 1, args.max_train_steps), args.lr_scheduler_type)
         with errors.check():
             _check_network(args)
         with errors.check():
@@ -147,7 +146,9 @@ class NetworkTrainer:
                 found["prompts"] = load_prompts(args.sample_prompts)
         if args.resume:
             with errors.check():
-                found["record"] = state.read_record(Path(args.resume))
+                found["resume"], found["record"] = state.find_state(
+                    args.resume, Path(args.output_dir), args.output_name
+                )
         found["seed"] = _choose_seed(args.seed, found["record"])
         with errors.check():
             specs = load_dataset_specs(args)
@@ -308,7 +309,6 @@ class NetworkTrainer:
                 *sizes,
                 *(plan.batches, plan.processes, plan.accumulation),
             )
-        asked = [group.get("lr") for group in parts.raw_optimizer.param_groups]
         base = [group.get("initial_lr", group.get("lr")) for group in parts.raw_optimizer.param_groups]
         state.load_state(
             folder,
@@ -318,18 +318,13 @@ class NetworkTrainer:
             scaler=accelerator.scaler,
             rank=accelerator.process_index,
         )
-        del asked
         _put_rates_in_force(parts, base)
-        restored = ["weights", "optimizer", "random numbers"]
-        if grad_filter.handle_of(parts.raw_optimizer) is not None:
-            restored.append("gradient filter")
-        log.info(
-            "resumed from %s: step %d, epoch %d; restored %s",
-            folder,
-            record.current_step,
-            record.current_epoch,
-            ", ".join(restored),
+        put_schedule_in_force(
+            getattr(parts.scheduler, "scheduler", parts.scheduler),
+            (plan.max_steps - record.current_step) * plan.processes,
         )
+        log.info("resumed from %s", folder)
+        state.report_restored(record, plan, grad_filter.handle_of(parts.raw_optimizer) is not None)
 
     # ------------------------------------------------------------------------------------------------------- run
 
@@ -384,6 +379,7 @@ class NetworkTrainer:
                     args.clip_skip,
                 )
 
+        stop = StopRequest()
         loop = TrainingLoop(
             accelerator,
             plan,
@@ -400,6 +396,7 @@ class NetworkTrainer:
                 scale_weight_norms=args.scale_weight_norms,
             ),
             losses=checked.record.losses if checked.record else (),
+            stop=stop,
         )
         saver.average = loop.average
         if done == 0:
@@ -407,8 +404,9 @@ class NetworkTrainer:
         record = checked.record
         at_epoch_end = done > 0 and plan.update(done).ends_epoch
         epoch_end_due = bool(record and record.version and at_epoch_end and not record.epoch_ended)
-        last = loop.run(done, epoch_end_due)
-        output.at_end(last)
+        with stop:
+            last = loop.run(done, epoch_end_due)
+            output.at_end(last)
         filter_handle = grad_filter.handle_of(parts.raw_optimizer)
         if filter_handle is not None and accelerator.is_main_process:
             _draw_filter_pictures(filter_handle, names.pictures())
@@ -449,12 +447,7 @@ class RunSaver:
         if not self.accelerator.is_main_process:
             return
         with evaluation_weights(self.parts.raw_optimizer):
-            bad = first_non_finite(self.parts.network.named_parameters())
-            if bad is not None:
-                raise RunStopped(
-                    f"step {update.step}: the weights of {bad} are not finite, {path} is not written. Earlier saves "
-                    f"are intact. Lower --learning_rate"
-                )
+            self._refuse_non_finite(path, update)
             content = metadata.save_metadata(
                 self.run_metadata,
                 self.modelspec,
@@ -472,6 +465,7 @@ class RunSaver:
         random_states = gather_object([state.random_states()])
         if not self.accelerator.is_main_process:
             return
+        self._refuse_non_finite(folder, update)
         optimizer = self.parts.raw_optimizer
         scheduler = self.parts.scheduler
         record = state.StateRecord(
@@ -499,6 +493,14 @@ class RunSaver:
                 record=record,
             ),
         )
+
+    def _refuse_non_finite(self, target: Path, update: Update) -> None:
+        bad = first_non_finite(self.parts.network.named_parameters())
+        if bad is not None:
+            raise RunStopped(
+                f"step {update.step}: the weights of {bad} are not finite, {target} is not written. Earlier saves "
+                f"are intact. Lower --learning_rate"
+            )
 
     @staticmethod
     def _guarded(target: Path, write: Any) -> None:
@@ -576,13 +578,16 @@ def _check_filter(args: Namespace) -> None:
         raise OptionError(str(error)) from error
 
 
-def _check_optimizer(args: Namespace) -> None:
-    """Build the optimizer on one number, so that a wrong name, argument or value is known before anything is loaded."""
-    probe = copy.copy(args)  # building may rewrite options
+def _check_optimizer(args: Namespace, errors: ErrorCollector) -> None:
+    """Try optimizer and schedule on a few numbers: what is wrong is known before a model is loaded."""
+    probe = copy.copy(args)
     words = as_items(args.optimizer_args)
     probe.optimizer_args = [word for word in words if not word.lstrip("'").startswith("grad_filter")]
-    probe.grad_filter = probe.grad_filter_args = probe.grad_filter_targets = None
-    get_optimizer(probe, [torch.nn.Parameter(torch.zeros(1))])
+    optimizer = None
+    with errors.check():
+        optimizer, probe.lr_scheduler = check_optimizer(probe, settings.read_part_rates(args))
+    with errors.check():
+        check_scheduler(probe, optimizer)
 
 
 def _check_network(args: Namespace) -> None:

@@ -381,12 +381,13 @@ class LoRANetwork(nn.Module):
 
         path = Path(file)
         tensors = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in self.state_dict().items()}
+        size = sum(tensor.nbytes for tensor in tensors.values())
         if path.suffix != ".safetensors":
-            write_file(path, lambda temporary: torch.save(tensors, temporary))
+            write_file(path, lambda temporary: torch.save(tensors, temporary), size)
             return
         model_hash, legacy_hash = precalculate_safetensors_hashes(tensors, metadata or {})
         content = {**(metadata or {}), "sshs_model_hash": model_hash, "sshs_legacy_hash": legacy_hash}
-        write_file(path, lambda temporary: save_file(tensors, temporary, metadata=content))
+        write_file(path, lambda temporary: save_file(tensors, temporary, metadata=content), size)
 
     def merge_to(
         self, text_encoder: Any, unet: nn.Module, weights_sd: Mapping[str, Tensor], dtype: torch.dtype, device: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ def spec_fixture(name: str) -> Any:
     if not path.is_file():
         pytest.skip(f"the specification's fixture {name} is not beside this checkout")
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print how many cases of each kind the tests of a long set went through."""
+    reports = [report for group in ("passed", "failed") for report in terminalreporter.stats.get(group, [])]
+    kinds = Counter(v for r in reports for k, v in getattr(r, "user_properties", ()) if k == "counted")
+    for kind, number in sorted(kinds.items()):
+        terminalreporter.write_line(f"{number:6d}  {kind}")
 
 
 @pytest.fixture(scope="session")

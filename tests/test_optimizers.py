@@ -10,7 +10,15 @@ import torch
 
 from library import optimizers
 from library.errors import OptionError
-from library.optimizers import OPTIMIZERS, evaluation_weights, get_optimizer, logged_rates
+from library.optimizers import (
+    OPTIMIZERS,
+    EstimateWatch,
+    check_optimizer,
+    evaluation_weights,
+    get_optimizer,
+    logged_rates,
+    step_size_estimates,
+)
 
 
 def options(optimizer_type: str, *arguments: str, lr: float = 1e-3, **more) -> Namespace:
@@ -89,6 +97,11 @@ def test_other_names_are_found(name):
         ("AdamW", ["betas=(0.9,"], "bracket"),
         ("AdamW", ["weight_decay="], "no value"),
         ("AdamW", ["weight_decay"], "key=value"),
+        ("AdamW", ["lr=0.1"], "--learning_rate"),
+        ("SignSGD", ["momentm=0.5"], "Did you mean 'momentum'"),
+        ("LBFGS", [], "cannot be stepped without closure"),
+        ("torch..AdamW", [], "no full path"),
+        ("Optimizer", [], "no optimizer is called"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(name, arguments, match):
@@ -136,9 +149,46 @@ def test_rates_are_logged_by_what_the_optimizer_has():
     params = weights()
     _, _, optimizer = get_optimizer(options("Prodigy", lr=1.0), [{"params": params, "lr": 1.0}])
     step(optimizer, params)
-    scalars = logged_rates(optimizer, ["unet"])
+    estimates = step_size_estimates(optimizer)
+    step(optimizer, params, times=1)
+    scalars = logged_rates(optimizer, ["unet"], estimates)
     assert scalars["lr/unet"] == 1.0
-    assert scalars["lr/d*lr/unet"] == pytest.approx(float(optimizer.param_groups[0]["d"]))
+    assert scalars["lr/d*lr/unet"] == pytest.approx(estimates[0])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGDScheduleFree", "AdamWScheduleFree", "RAdamScheduleFree"])
+def test_a_warmup_of_the_optimizer_itself_is_in_the_logged_rate(name):
+    params = weights()
+    warmup = ["warmup_steps=10"] if name in ("SGDScheduleFree", "AdamWScheduleFree") else []
+    _, _, optimizer = get_optimizer(options(name, *warmup), params)
+    step(optimizer, params, times=1)
+    rate = logged_rates(optimizer, ["unet"], step_size_estimates(optimizer))["lr/unet"]
+    assert rate == pytest.approx(1e-4 if warmup else 0 if name.startswith("R") else 1e-3)
+
+
+def test_a_step_size_that_never_moves_is_said_once(caplog):
+    params = weights()
+    _, _, optimizer = get_optimizer(options("Prodigy", lr=1.0), [{"params": params, "lr": 1.0}])
+    watch = EstimateWatch(optimizer, patience=4)
+    for _ in range(9):
+        watch.after_update()
+    assert len([r for r in caplog.records if "hardly anything is learnt" in r.getMessage()]) == 1
+    caplog.clear()
+    watch = EstimateWatch(optimizer, patience=4)
+    for _ in range(9):
+        step(optimizer, params, times=1)
+        watch.after_update()
+    assert not [r for r in caplog.records if "hardly anything is learnt" in r.getMessage()]
+
+
+def test_trying_out_changes_no_option():
+    args = options("Adafactor", lr=1e-4)
+    optimizer, schedule = check_optimizer(args, [1e-4])
+    assert args == options("Adafactor", lr=1e-4) and schedule == "adafactor:0.0001"
+    assert type(optimizer).__name__ == "Adafactor"
+    with pytest.raises(OptionError, match="one learning rate"):
+        check_optimizer(options("Prodigy", lr=1.0), [1.0, 0.5])
+    check_optimizer(options("Prodigy", lr=1.0), [1.0, 0])  # a frozen part does not count
 
 
 @pytest.mark.parametrize("spec", OPTIMIZERS, ids=lambda spec: spec.name)

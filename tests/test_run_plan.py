@@ -28,7 +28,7 @@ def walk(batches: int, processes: int, accumulation: int, max_steps: int) -> lis
     return updates
 
 
-@pytest.mark.parametrize("batches,processes,accumulation", itertools.product(range(1, 8), (1, 2), range(1, 5)))
+@pytest.mark.parametrize("batches,processes,accumulation", itertools.product(range(1, 22), (1, 2), range(1, 5)))
 def test_plan_equals_a_walk_through_the_run(batches, processes, accumulation):
     for max_steps in (1, 5, 11):
         plan = RunPlan(batches, processes, accumulation, max_steps)
@@ -40,7 +40,7 @@ def test_plan_equals_a_walk_through_the_run(batches, processes, accumulation):
         assert by_epoch == list(range(1, max_steps + 1))
 
 
-@pytest.mark.parametrize("batches,processes,accumulation", itertools.product(range(1, 8), (1, 2), range(1, 5)))
+@pytest.mark.parametrize("batches,processes,accumulation", itertools.product(range(1, 22), (1, 2), range(1, 5)))
 def test_epoch_limit_gives_whole_epochs(batches, processes, accumulation):
     plan = RunPlan.from_limits(batches, processes, accumulation, max_steps=1, max_epochs=3)
     assert plan.epochs == 3

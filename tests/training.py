@@ -112,5 +112,6 @@ def read_state(folder: Path) -> dict[str, Any]:
         content[path.name] = torch.load(path, weights_only=True)
     for path in folder.glob("*.json"):
         content[path.name] = json.loads(path.read_text(encoding="utf-8"))
-    content["train_state.json"].pop("files")
+    for of_files in ("files", "sha256"):
+        content["train_state.json"].pop(of_files)
     return content
