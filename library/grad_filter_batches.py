@@ -54,10 +54,11 @@ def divide(
     """
     together: list[tuple[list[Slot], int]] = []
     alone: list[Slot] = []
+    counts = _counts_steps(chain)
     if chain.options.scope == "tensor":
         alike: dict[Any, list[Slot]] = {}
         for slot in members:
-            alike.setdefault((slot.param.numel(), *_kind(chain, slot, zeroes)), []).append(slot)
+            alike.setdefault((slot.param.numel(), *_kind(slot, counts, zeroes)), []).append(slot)
         for (size, *_), slots in alike.items():
             if size > SMALL or len(slots) == 1 or slots[0].gradient.is_sparse:
                 alone += slots
@@ -69,19 +70,22 @@ def divide(
         return together, alone
     for bucket in chain.buckets(members):
         fits = len(bucket) > 1 and sum(slot.param.numel() for slot in bucket) <= ONE_ROW
-        if fits and len({_kind(chain, slot, zeroes) for slot in bucket}) == 1 and not bucket[0].gradient.is_sparse:
+        if fits and len({_kind(slot, counts, zeroes) for slot in bucket}) == 1 and not bucket[0].gradient.is_sparse:
             together.append((bucket, 1))
         else:
             alone += bucket
     return together, alone
 
 
-def _kind(chain: Chain, slot: Slot, zeroes: Mapping[int, bool]) -> tuple[Any, ...]:
-    """Give what slots that are filtered together have in common."""
+def _counts_steps(chain: Chain) -> bool:
+    """Say whether slots that have made different numbers of steps are treated differently."""
     jitters = chain.options.scope == "tensor" and any(stage.selection.jitter for stage in chain.stages)
-    counts = jitters or any(stage.asks_for("step") for stage in chain.stages)
-    gradient = slot.gradient
-    step = slot.context.step if counts else 0
+    return jitters or any(stage.asks_for("step") for stage in chain.stages)
+
+
+def _kind(slot: Slot, counts: bool, zeroes: Mapping[int, bool]) -> tuple[Any, ...]:
+    """Give what slots that are filtered together have in common."""
+    gradient, step = slot.gradient, slot.context.step if counts else 0
     return gradient.dtype, gradient.device, gradient.layout, slot.param.dtype, step, zeroes[slot.index]
 
 

@@ -279,8 +279,8 @@ class Freeze(_PutsStatesBack):
 
     def _weights_back(self, slot: Slot, optimizer: torch.optim.Optimizer) -> None:
         group, weight, before = optimizer.param_groups[slot.context.group], slot.param.detach(), slot.before[""]
-        decayed = before
-        if group.get("weight_decay"):
+        decayed, needed = before, self.options.decay == "all" or self.options.bias_correction == "entry"
+        if needed and group.get("weight_decay"):
             decayed = before * (1.0 - float(group["lr"]) * group["weight_decay"])
         if self.options.bias_correction == "entry":
             decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)

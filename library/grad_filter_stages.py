@@ -94,6 +94,8 @@ class Stable(GradFilter):
     State: ``prev``, float32, shape of the gradient.
     """
 
+    entrywise = True
+
     def __init__(self, eps: float = 1e-8):
         self.change = TopKChange(eps=eps)
 
@@ -350,6 +352,8 @@ class Agree(GradFilter):
 class NonZero(GradFilter):
     """Pass where g != 0. With ``policy=moments`` this is an Adam that leaves zeros out of its moments. No state."""
 
+    entrywise = True
+
     def mask(self, grad: Tensor) -> Tensor:
         return grad != 0
 
@@ -386,6 +390,8 @@ class VarGate(GradFilter):
     State: ``sum`` and ``square``, float32, shape of the gradient. With ``policy=update`` the optimizer sees g, not r.
     Source: Tsuzuku et al. 2018 (arXiv:1802.06058).
     """
+
+    entrywise = True
 
     def __init__(self, alpha: float = 2.0, zeta: float = 0.999):
         require(alpha > 0.0, "vargate", "alpha", alpha, "above 0", 2.0)
@@ -515,6 +521,8 @@ class Clamp(GradFilter):
         lo, hi: bounds of the gradient, none for no bound. weights: two bounds, as ``weights=-1,1``.
     """
 
+    entrywise = True
+
     def __init__(self, lo: float | None = None, hi: float | None = None, weights: tuple[float, ...] | None = None):
         if lo is None and hi is None and weights is None:
             raise GradFilterError("clamp: nothing to limit. Example: lo=-0.01 hi=0.01, or weights=-1,1")
@@ -537,6 +545,8 @@ class Scale(GradFilter):
     Args:
         grad_scale, grad_bias: any numbers.
     """
+
+    entrywise = True
 
     def __init__(self, grad_scale: float = 1.0, grad_bias: float = 0.0):
         self.grad_scale, self.grad_bias = grad_scale, grad_bias
@@ -582,6 +592,7 @@ class GrokFast(GradFilter):
     State: ``mean``, float32, shape of the gradient. Source: Grokfast-EMA (arXiv:2405.20233).
     """
 
+    entrywise = True
     fills_masked_entries = True
 
     def __init__(self, alpha: float = 0.98, lamb: float = 2.0):

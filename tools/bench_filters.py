@@ -170,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what gradient filters add to an AdamW step, as ratios")
     parser.add_argument("--full", action="store_true", help="full sizes: several GB of memory and many minutes")
     parser.add_argument("--steps", type=int, default=7, help="measured steps of each candidate")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of torch; more make CPU time larger where they wait")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--only", nargs="*", default=None, metavar="TEXT", help="filters to measure, all when left out")
     parser.add_argument("--workload", default="", help="measure workloads whose name has this in it")
