@@ -64,3 +64,16 @@ def test_options_win_over_the_state():
 def test_nothing_left_to_do_is_said(resumed, step, epoch):
     with pytest.raises(OptionError, match=r"step \d+ of 20|cannot start before"):
         initial_step(RunPlan(5, 1, 1, 20), resumed, step, epoch)
+
+
+@pytest.mark.parametrize("ratio,interval", [(1, 12), (4, 3), (5, 2), (12, 1), (50, 1)])
+def test_a_ratio_saves_at_least_so_many_models(ratio, interval):
+    plan = RunPlan(batches=2, processes=1, accumulation=1, max_steps=24)
+    assert plan.save_interval_for_ratio(ratio) == interval
+    assert plan.epochs // interval >= min(ratio, plan.epochs)
+
+
+def test_the_beginning_is_step_0():
+    plan = RunPlan(5, 1, 1, 20)
+    assert initial_step(plan, None, None, None) == (0, "the beginning")
+    assert initial_step(plan, 7, 0, None)[0] == 0
