@@ -27,7 +27,7 @@ demo: $(READY)
 	$(RUN) tools/demo.py
 
 test: $(READY)
-	$(RUN) -m pytest -q -n 2
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2
 
 test-slow: $(READY)
 	$(RUN) -m pytest -q -n 2 -m slow

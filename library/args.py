@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from library import grad_filter
@@ -126,6 +126,11 @@ def script_parser(name: str) -> ArgumentParser:
     return parser
 
 
+def with_defaults(args: Namespace) -> Namespace:
+    """Give a copy in which every option of every script has a value, so that one trainer serves all of them."""
+    return Namespace(**{**{row.name: False if row.kind is bool else row.default for row in ROWS}, **vars(args)})
+
+
 # ---------------------------------------------------------------------------------------------------------- checks
 
 
@@ -155,16 +160,19 @@ def check_options(args: Namespace, script: str = "train_network") -> None:
     Raises:
         OptionError: one line for each mistake.
     """
+    args = with_defaults(args)
     errors = ErrorCollector()
     errors.messages += refused_options(args, script)
-    for check in (_check_paths, _check_lengths, _check_numbers, check_combinations):
+    with errors.check():
+        _check_paths(args, {row.name for row in SCRIPTS[script].rows()})
+    for check in (_check_lengths, _check_numbers, check_combinations):
         with errors.check():
             check(args)
     errors.raise_if_any()
     _say_what_wins(args)
 
 
-def _check_paths(args: Namespace) -> None:
+def _check_paths(args: Namespace, options: Collection[str]) -> None:
     errors = ErrorCollector()
     need = {
         "pretrained_model_name_or_path": "Give a base model: a .safetensors file or a Diffusers folder",
@@ -172,7 +180,7 @@ def _check_paths(args: Namespace) -> None:
         "network_module": "Give a network, for example --network_module networks.lora",
     }
     for name, way_out in need.items():
-        if hasattr(args, name) and not getattr(args, name):
+        if name in options and not getattr(args, name):
             errors.messages.append(f"--{name} is missing. {way_out}")
     if args.output_dir:
         with errors.check():

@@ -80,9 +80,6 @@ REFUSED: dict[str, str] = {
     "zero3_init_flag": "it belongs to --deepspeed, which is refused. Leave it out",
     "zero3_save_16bit_model": "it belongs to --deepspeed, which is refused. Leave it out",
     "fp16_master_weights_and_gradients": "it belongs to --deepspeed, which is refused. Leave it out",
-    "cache_text_encoder_outputs": f"{NOT_YET}. Leave it out",
-    "cache_text_encoder_outputs_to_disk": f"{NOT_YET}. Leave it out",
-    "disable_mmap_load_safetensors": f"{NOT_YET}. Leave it out",
 }
 # switches whose wish is met without them
 ALWAYS: dict[str, str] = {
@@ -672,7 +669,6 @@ SCRIPTS: dict[str, Script] = {
             "checkpoint",
             left_out=("in_json", "dataset_repeats"),
             refused={
-                "stop_text_encoder_training": f"{NOT_YET}. Use --learning_rate_te 0 to leave the text encoder as it is",
                 "no_token_padding": f"{NOT_YET}. Leave it out",
             },
         ),

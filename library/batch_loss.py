@@ -73,11 +73,11 @@ class BatchLoss:
     def __call__(self, batch: dict[str, Any]) -> BatchResult:
         """Give the loss of a ready batch, keys as the data set makes them."""
         latents = self._latents(batch) * self.family.latent_scale
-        conditioning = self._conditioning(batch["input_ids_list"])
+        text = self._text_outputs(batch)
         disturbed = disturb(latents, self.schedule, self.noise_options)
         with self.accelerator.autocast():
             prediction = self.family.predict(
-                self.model.unet, disturbed.noisy_latents.to(self.dtype), disturbed.timesteps, conditioning, batch
+                self.model.unet, disturbed.noisy_latents.to(self.dtype), disturbed.timesteps, text, batch
             )
         losses = self._losses(prediction, disturbed.target, disturbed.timesteps, batch)
         losses = losses * batch["loss_weights"].to(losses.device)
@@ -97,8 +97,11 @@ class BatchLoss:
         log.warning("latents of %s are not finite, zeros are used. Try --no_half_vae", ", ".join(batch["image_keys"]))
         return torch.nan_to_num(latents, nan=0.0, posinf=0.0, neginf=0.0)
 
-    def _conditioning(self, input_ids: list[Tensor]) -> Any:
-        ids = [each.to(self.accelerator.device) for each in input_ids]
+    def _text_outputs(self, batch: dict[str, Any]) -> list[Tensor]:
+        device = self.accelerator.device
+        if batch["text_encoder_outputs_list"] is not None:
+            return [each.to(device) for each in batch["text_encoder_outputs_list"]]
+        ids = [each.to(device) for each in batch["input_ids_list"]]
         gradients = contextlib.nullcontext() if self.text.trains_text_encoder else torch.no_grad()
         with gradients, self.accelerator.autocast():
             return self.family.encode_text(self.model.text_encoders, ids, self.text.clip_skip)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from library import checkpoint_keys as keys
 from library.errors import OptionError
-from library.files import write_file
-from library.model_configs import text_config, unet_config, vae_config
+from library.files import new_folder, write_file
+from library.model_configs import LATENT_SCALES, text_config, unet_config, vae_config
 from library.tokenizers import find_tokenizer
 
 log = logging.getLogger(__name__)
@@ -31,8 +31,10 @@ class LoadedModel:
     """The parts of a base model, frozen, on the device they were loaded to.
 
     Attributes:
-        text_encoders, tokenizers: one each for SD. vae, unet: Diffusers modules.
+        text_encoders, tokenizers: one each for SD, two for SDXL. vae, unet: Diffusers modules.
         is_single_file: loaded from one file. source: that file or folder.
+        carried: tensors of the file that belong to no part and are written again. counts: epoch and step that a .ckpt
+            file says it was trained for.
     """
 
     text_encoders: list[Any]
@@ -41,6 +43,8 @@ class LoadedModel:
     unet: Any
     is_single_file: bool
     source: Path
+    carried: dict[str, Tensor] = field(default_factory=dict)
+    counts: tuple[int, int] = (0, 0)
 
 
 # ------------------------------------------------------------------------------------------------- looking at files
@@ -85,26 +89,21 @@ def safetensors_header(path: Path, option: str) -> dict[str, Any]:
     return header
 
 
-def read_tensors(path: Path, option: str) -> dict[str, Tensor]:
+def read_tensors(path: Path, option: str, mapped: bool = True) -> dict[str, Tensor]:
     """Read all tensors of a .safetensors, .ckpt, .pt, .pth or .bin file.
+
+    Args:
+        mapped: leave a safetensors file on the disk until its tensors are used; False reads it at once.
 
     Raises:
         OptionError: damaged, or a pickle that needs more than tensors and plain containers.
     """
     if path.suffix == ".safetensors":
         safetensors_header(path, option)
-        from safetensors.torch import load_file
+        from safetensors.torch import load, load_file
 
-        return load_file(path)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling raises many kinds
-        reason = str(error).strip().splitlines()[0][:120]
-        raise _bad_file(
-            path,
-            option,
-            f"cannot be read without running code from it, or is damaged ({reason}). Use a .safetensors file",
-        ) from error
+        return load_file(path) if mapped else load(path.read_bytes())
+    content = _unpickled(path, option)
     content = content.get("state_dict", content) if isinstance(content, dict) else {}
     tensors = {key: value for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
@@ -112,13 +111,25 @@ def read_tensors(path: Path, option: str) -> dict[str, Tensor]:
     return tensors
 
 
+def _unpickled(path: Path, option: str) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling raises many kinds
+        reason = str(error).strip().splitlines()[0][:120]
+        raise _bad_file(
+            path,
+            option,
+            f"cannot be read without running code from it, or is damaged ({reason}). Use a .safetensors file",
+        ) from error
+
+
 def kind_of_keys(names: Mapping[str, Any]) -> str:
     """Say what a file holds from its keys: ``sd1``, ``sd2``, ``sdxl``, ``lora`` or ``unknown``."""
     if any(name.startswith("conditioner.embedders.") for name in names):
         return "sdxl"
-    if any(name.startswith(keys.SD2_TEXT_PREFIX) for name in names):
+    if any(name.startswith(keys.TEXT_LAYOUTS["sd2"][0].prefix) for name in names):
         return "sd2"
-    if any(name.startswith((keys.UNET_PREFIX, keys.SD1_TEXT_PREFIX)) for name in names):
+    if any(name.startswith((keys.UNET_PREFIX, keys.TEXT_LAYOUTS["sd1"][0].prefix)) for name in names):
         return "sd1"
     if any(".lora_down." in name or ".lora_A." in name or name.startswith("lora_") for name in names):
         return "lora"
@@ -158,20 +169,20 @@ def find_model(name: str) -> Path:
     )
 
 
-def check_model(path: Path, *, v2: bool) -> None:
-    """Refuse what cannot be an SD1 or SD2 base model, from names and headers alone.
+def check_model(path: Path, kind: str) -> None:
+    """Refuse what cannot be a base model of this kind, from names and headers alone.
 
     Raises:
-        OptionError: missing parts, damage, another kind of model, or ``--v2`` not matching it.
+        OptionError: missing parts, damage, or another kind of model.
     """
     if path.is_dir():
-        kind = kind_of_folder(path)
-        if kind == "unknown":
+        found = kind_of_folder(path)
+        if found == "unknown":
             raise _bad_file(
                 path, BASE_MODEL, "is no Diffusers folder (unet/ and text_encoder/ with config.json are missing)"
             )
     elif path.suffix == ".safetensors":
-        kind = kind_of_keys(safetensors_header(path, BASE_MODEL))
+        found = kind_of_keys(safetensors_header(path, BASE_MODEL))
     else:
         with path.open("rb") as stream:
             start = stream.read(2)
@@ -179,48 +190,56 @@ def check_model(path: Path, *, v2: bool) -> None:
             raise _bad_file(
                 path, BASE_MODEL, f"is not a model file (.safetensors or .ckpt), {path.stat().st_size} bytes"
             )
-        return  # what a pickle holds is known only after reading it; load_sd_model checks again
-    _refuse_other_kinds(path, kind, v2)
+        return  # what a pickle holds is known only after reading it; load_model checks again
+    _refuse_other_kinds(path, found, kind)
 
 
-def _refuse_other_kinds(path: Path, kind: str, v2: bool) -> None:
-    if kind == "lora":
+SCRIPTS = {"sdxl": "sdxl_train_network.py or sdxl_train.py", "sd1": "train_network.py", "sd2": "train_network.py --v2"}
+
+
+def _refuse_other_kinds(path: Path, found: str, wanted: str) -> None:
+    if found == wanted:
+        return
+    if found == "lora":
         raise _bad_file(path, BASE_MODEL, "is a LoRA, not a base model. Give it with --network_weights")
-    if kind == "sdxl":
-        raise _bad_file(path, BASE_MODEL, "is an SDXL model. Use sdxl_train_network.py")
-    if kind == "unknown":
-        raise _bad_file(path, BASE_MODEL, "holds no Stable Diffusion U-Net. Give a whole SD 1.x or 2.x model")
-    if (kind == "sd2") != v2:
-        way_out = "Add --v2" if kind == "sd2" else "Leave --v2 out"
-        raise _bad_file(path, BASE_MODEL, f"is a model of Stable Diffusion {kind[2]}.x. {way_out}")
+    if found == "unknown":
+        raise _bad_file(path, BASE_MODEL, "holds no Stable Diffusion U-Net. Give a whole model")
+    if "sdxl" in (found, wanted):
+        name = "an SDXL model" if found == "sdxl" else f"a model of Stable Diffusion {found[2]}.x"
+        raise _bad_file(path, BASE_MODEL, f"is {name}. Use {SCRIPTS[found]}")
+    way_out = "Add --v2" if found == "sd2" else "Leave --v2 out"
+    raise _bad_file(path, BASE_MODEL, f"is a model of Stable Diffusion {found[2]}.x. {way_out}")
 
 
 # --------------------------------------------------------------------------------------------------------- loading
 
 
-def load_sd_model(
+def load_model(
     path: Path,
+    kind: str,
     *,
-    v2: bool,
     dtype: torch.dtype,
     vae_path: Path | None = None,
     tokenizer_cache: Path | None = None,
+    mapped: bool = True,
 ) -> LoadedModel:
-    """Load SD1 or SD2, whole size or tiny, on the CPU.
+    """Load a base model, whole size or tiny, on the CPU.
 
     Args:
-        path: a file or a Diffusers folder. v2: the model is SD 2.x. dtype: of U-Net, text encoder and VAE.
-        vae_path: a VAE to use instead, file or folder. tokenizer_cache: ``--tokenizer_cache_dir``.
+        path: a file or a Diffusers folder. kind: ``sd1``, ``sd2`` or ``sdxl``.
+        dtype: of U-Net, text encoders and VAE. vae_path: a VAE to use instead, file or folder.
+        tokenizer_cache: ``--tokenizer_cache_dir``. mapped: as in :func:`read_tensors`.
 
     Raises:
         OptionError: the file cannot be read or is another kind of model.
     """
-    check_model(path, v2=v2)
-    kind = "sd2" if v2 else "sd1"
-    model = _load_folder(path, dtype) if path.is_dir() else _load_file(path, v2, dtype)
-    model.tokenizers = [find_tokenizer(kind, path if path.is_dir() else None, tokenizer_cache)]
+    check_model(path, kind)
+    is_folder = path.is_dir()
+    model = _load_folder(path, kind, dtype) if is_folder else _load_file(path, kind, dtype, mapped)
+    for layout in keys.TEXT_LAYOUTS[kind]:
+        model.tokenizers.append(find_tokenizer(layout.tokenizer, path if is_folder else None, tokenizer_cache))
     if vae_path is not None:
-        model.vae = load_vae(vae_path, dtype)
+        model.vae = load_vae(vae_path, dtype, kind)
     for module in (model.unet, model.vae, *model.text_encoders):
         module.requires_grad_(False).eval()
     return model
@@ -234,9 +253,14 @@ def _quiet_transformers() -> None:
     transformers_logging.set_verbosity_error()
 
 
-def _load_folder(folder: Path, dtype: torch.dtype) -> LoadedModel:
+def _encoder_class(layout: keys.TextLayout) -> Any:
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+    return CLIPTextModelWithProjection if layout.projection else CLIPTextModel
+
+
+def _load_folder(folder: Path, kind: str, dtype: torch.dtype) -> LoadedModel:
     from diffusers import AutoencoderKL, UNet2DConditionModel
-    from transformers import CLIPTextModel
 
     _quiet_transformers()
 
@@ -250,7 +274,7 @@ def _load_folder(folder: Path, dtype: torch.dtype) -> LoadedModel:
             ) from error
 
     return LoadedModel(
-        text_encoders=[load(CLIPTextModel, "text_encoder")],
+        text_encoders=[load(_encoder_class(layout), layout.folder) for layout in keys.TEXT_LAYOUTS[kind]],
         tokenizers=[],
         vae=load(AutoencoderKL, "vae"),
         unet=load(UNet2DConditionModel, "unet"),
@@ -259,32 +283,38 @@ def _load_folder(folder: Path, dtype: torch.dtype) -> LoadedModel:
     )
 
 
-def _load_file(path: Path, v2: bool, dtype: torch.dtype) -> LoadedModel:
+def _load_file(path: Path, kind: str, dtype: torch.dtype, mapped: bool) -> LoadedModel:
     from diffusers import UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel
 
     _quiet_transformers()
-    tensors = read_tensors(path, BASE_MODEL)
-    _refuse_other_kinds(path, kind_of_keys(tensors), v2)
+    tensors = read_tensors(path, BASE_MODEL, mapped)
+    _refuse_other_kinds(path, kind_of_keys(tensors), kind)
+    carried = {keys.LOGIT_SCALE: tensors[keys.LOGIT_SCALE]} if keys.LOGIT_SCALE in tensors else {}
     try:
-        unet = {key.removeprefix(keys.UNET_PREFIX): tensors.pop(key) for key in _below(tensors, keys.UNET_PREFIX)}
+        unet = _taken(tensors, keys.UNET_PREFIX)
         unet = _translated(unet, keys.inverted(keys.unet_table_of_file(unet)))
-        text = _text_tensors(tensors, v2)
-        vae = {key.removeprefix(keys.VAE_PREFIX): tensors.pop(key) for key in _below(tensors, keys.VAE_PREFIX)}
         # the reference keeps 1x1 convolutions for SD2 files; LoRA files of such models have 4-D weights
-        unet_module = _assembled(
-            lambda: UNet2DConditionModel(**unet_config(_shapes(unet), v2=v2, linear_projection=False)), unet, dtype
-        )
-        text_module = _assembled(
-            lambda: CLIPTextModel(CLIPTextConfig(**text_config(_shapes(text), v2=v2))), text, dtype
-        )
-        vae_module = _vae_of(vae, dtype)
+        config = unet_config(_shapes(unet), kind, linear_projection=kind == "sdxl")
+        unet_module = _assembled(lambda: UNet2DConditionModel(**config), unet, dtype)
+        encoders = [_text_encoder_of(tensors, layout, dtype) for layout in keys.TEXT_LAYOUTS[kind]]
+        vae_module = _vae_of(_taken(tensors, keys.VAE_PREFIX), dtype, kind)
     except (KeyError, IndexError, StopIteration, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
         raise _bad_file(
             path, BASE_MODEL, f"lacks parts of a Stable Diffusion model ({reason}). Fetch it again"
         ) from error
-    return LoadedModel([text_module], [], vae_module, unet_module, is_single_file=True, source=path)
+    counts = (0, 0) if path.suffix == ".safetensors" else _trained_counts(path)
+    return LoadedModel(encoders, [], vae_module, unet_module, True, path, carried, counts)
+
+
+def _trained_counts(path: Path) -> tuple[int, int]:
+    content = _unpickled(path, BASE_MODEL)
+    return int(content.get("epoch", 0)), int(content.get("global_step", 0))
+
+
+def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Take the tensors below ``prefix`` out, their prefix removed."""
+    return {key.removeprefix(prefix): tensors.pop(key) for key in _below(tensors, prefix)}
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> list[str]:
@@ -300,15 +330,17 @@ def _translated(tensors: Mapping[str, Tensor], table: Mapping[str, str]) -> dict
     return {key: tensor for key, tensor in renamed if key is not None}
 
 
-def _text_tensors(tensors: dict[str, Tensor], v2: bool) -> dict[str, Tensor]:
-    prefix = keys.SD2_TEXT_PREFIX if v2 else keys.SD1_TEXT_PREFIX
-    own = {key.removeprefix(prefix): tensors.pop(key) for key in _below(tensors, prefix)}
-    if v2:
-        layers = {int(key.split(".")[2]) for key in own if key.startswith("transformer.resblocks.")}
-        # files of the original hold 24 layers; the last one is never used
-        return keys.openclip_to_hf(own, min(len(layers), 23))
-    own = {keys.canonical_text_key(key): tensor for key, tensor in own.items()}
-    return {key: tensor for key, tensor in own.items() if not key.endswith("position_ids")}
+def _text_encoder_of(tensors: dict[str, Tensor], layout: keys.TextLayout, dtype: torch.dtype) -> Any:
+    from transformers import CLIPTextConfig
+
+    own = _taken(tensors, layout.prefix)
+    if layout.openclip:
+        layers = len({key.split(".")[2] for key in own if key.startswith("transformer.resblocks.")})
+        own = keys.openclip_to_hf(own, min(layers, layout.layers or layers))
+    else:
+        own = {keys.canonical_text_key(key): tensor for key, tensor in own.items()}
+    config = CLIPTextConfig(**text_config(_shapes(own), openclip=layout.openclip))
+    return _assembled(lambda: _encoder_class(layout)(config), own, dtype)
 
 
 def _assembled(build: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
@@ -326,15 +358,22 @@ def _assembled(build: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
     return module
 
 
-def _vae_of(file_tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Any:
+def _vae_of(file_tensors: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> Any:
+    tensors = _translated(file_tensors, keys.inverted(keys.vae_table_of_file(file_tensors)))
+    return _vae_with(tensors, dtype, kind)
+
+
+def _vae_with(tensors: Mapping[str, Tensor], dtype: torch.dtype, kind: str) -> Any:
     from diffusers import AutoencoderKL
 
-    tensors = _translated(file_tensors, keys.inverted(keys.vae_table_of_file(file_tensors)))
-    return _assembled(lambda: AutoencoderKL(**vae_config(_shapes(tensors))), tensors, dtype)
+    return _assembled(lambda: AutoencoderKL(**vae_config(_shapes(tensors), LATENT_SCALES[kind])), tensors, dtype)
 
 
-def load_vae(path: Path, dtype: torch.dtype) -> Any:
+def load_vae(path: Path, dtype: torch.dtype, kind: str = "sd1") -> Any:
     """Load a VAE from a Diffusers folder, a single-file VAE, or a whole single-file model.
+
+    Args:
+        kind: of the model it is for; its scale factor is put into the config when the VAE comes from a file.
 
     Raises:
         OptionError: nothing there, or not a VAE.
@@ -352,54 +391,87 @@ def load_vae(path: Path, dtype: torch.dtype) -> Any:
     tensors = read_tensors(path, "--vae")
     own = {key.removeprefix(keys.VAE_PREFIX): tensors[key] for key in _below(tensors, keys.VAE_PREFIX)} or tensors
     if "encoder.down_blocks.0.resnets.0.conv1.weight" in own:  # a weights file out of a Diffusers folder
-        return _assembled(lambda: AutoencoderKL(**vae_config(_shapes(own))), own, dtype)
+        return _vae_with(own, dtype, kind)
     if "encoder.down.0.block.0.conv1.weight" not in own:
         raise _bad_file(path, "--vae", "holds no VAE. Give a VAE file or a Diffusers VAE folder")
-    return _vae_of(own, dtype)
+    return _vae_of(own, dtype, kind)
 
 
 # ---------------------------------------------------------------------------------------------------------- saving
 
 
 def single_file_tensors(
-    unet: Mapping[str, Tensor], vae: Mapping[str, Tensor], text: Mapping[str, Tensor], *, v2: bool
+    kind: str, unet: Mapping[str, Tensor], vae: Mapping[str, Tensor], texts: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Give the tensors of a single-file checkpoint from the state dicts of the three parts."""
+    """Give the tensors of a single-file checkpoint from the state dicts of the parts, text encoders in order."""
     result = {
         keys.UNET_PREFIX + key: value for key, value in _translated(unet, keys.unet_table_of_diffusers(unet)).items()
     }
-    if v2:  # files of SD2 hold these as matrices
+    if kind == "sd2":  # files of SD2 hold these as matrices
         for key in [key for key in result if key.endswith((".proj_in.weight", ".proj_out.weight"))]:
             result[key] = result[key].reshape(result[key].shape[:2])
     vae_names = keys.vae_table_of_diffusers(vae)
     for key, value in vae.items():
         matrix = keys.is_vae_attention_matrix(key)
         result[f"{keys.VAE_PREFIX}{keys.translate(key, vae_names)}"] = value[:, :, None, None] if matrix else value
-    text = {keys.canonical_text_key(key): value for key, value in text.items()}
-    if v2:
-        layers = {key.split(".")[3] for key in text if key.startswith("text_model.encoder.layers.")}
-        converted = keys.hf_to_openclip(text, len(layers))
-        return result | {keys.SD2_TEXT_PREFIX + key: value for key, value in converted.items()}
-    return result | {keys.SD1_TEXT_PREFIX + key: value for key, value in text.items()}
+    for layout, own in zip(keys.TEXT_LAYOUTS[kind], texts):
+        text = {keys.canonical_text_key(key): value for key, value in own.items()}
+        if layout.openclip:
+            layers = {key.split(".")[3] for key in text if key.startswith("text_model.encoder.layers.")}
+            text = keys.hf_to_openclip(text, len(layers))
+        result |= {layout.prefix + key: value for key, value in text.items()}
+    return result
 
 
 def save_single_file(
     path: Path,
     model: LoadedModel,
+    kind: str,
     *,
-    v2: bool,
     dtype: torch.dtype | None = None,
     metadata: dict[str, str] | None = None,
+    counts: tuple[int, int] = (0, 0),
 ) -> None:
-    """Write an SD1 or SD2 model as one safetensors file.
+    """Write a model as one file: .safetensors with ``metadata``, or .ckpt with the numbers of epochs and steps.
 
     Args:
-        path: target, replaced in one step. dtype: cast everything to it, None keeps what is in memory.
+        path: target, replaced in one step. kind: ``sd1``, ``sd2`` or ``sdxl``.
+        dtype: cast everything to it, None keeps what is in memory. counts: epochs and steps of this training.
     """
     from safetensors.torch import save_file
 
-    states = (model.unet.state_dict(), model.vae.state_dict(), model.text_encoders[0].state_dict())
-    tensors = single_file_tensors(*states, v2=v2)
+    texts = [encoder.state_dict() for encoder in model.text_encoders]
+    tensors = single_file_tensors(kind, model.unet.state_dict(), model.vae.state_dict(), texts) | model.carried
     tensors = {key: value.detach().to("cpu", dtype or value.dtype).contiguous() for key, value in tensors.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    write_file(path, lambda temporary: save_file(tensors, temporary, metadata=metadata or None), size)
+    if path.suffix == ".safetensors":
+        write_file(path, lambda temporary: save_file(tensors, temporary, metadata=metadata or None), size)
+        return
+    epoch, step = (before + now for before, now in zip(model.counts, counts))
+    content = {"state_dict": tensors, "epoch": epoch, "global_step": step}
+    write_file(path, lambda temporary: torch.save(content, temporary), size)
+
+
+def save_folder(folder: Path, pipeline: Any, *, dtype: torch.dtype | None = None, safetensors: bool = True) -> None:
+    """Write a Diffusers pipeline as a folder, which appears only when it is complete.
+
+    Args:
+        folder: target; an older one of this name is replaced. dtype: as in :func:`save_single_file`.
+        safetensors: kind of the weight files, else .bin.
+    """
+    parts = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    copies = {name: _copy_for_writing(part, dtype) for name, part in parts.items()}
+    pipeline = type(pipeline)(**{**pipeline.components, **copies}, **_needless_parts(pipeline))
+    size = sum(value.nbytes for part in copies.values() for value in part.state_dict().values())
+    with new_folder(folder, size) as inside:
+        pipeline.save_pretrained(inside, safe_serialization=safetensors)
+
+
+def _needless_parts(pipeline: Any) -> dict[str, bool]:
+    return {"requires_safety_checker": False} if hasattr(pipeline.config, "requires_safety_checker") else {}
+
+
+def _copy_for_writing(module: Any, dtype: torch.dtype | None) -> Any:
+    build = getattr(type(module), "from_config", type(module))
+    tensors = {key: value.detach().cpu() for key, value in module.state_dict().items()}
+    return _assembled(lambda: build(module.config), tensors, dtype or module.dtype)

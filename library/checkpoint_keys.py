@@ -8,12 +8,42 @@ keys, so the same code serves full-size and tiny models. Nothing here needs torc
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 UNET_PREFIX = "model.diffusion_model."
 VAE_PREFIX = "first_stage_model."
-SD1_TEXT_PREFIX = "cond_stage_model.transformer."
-SD2_TEXT_PREFIX = "cond_stage_model.model."
+
+
+@dataclass(frozen=True)
+class TextLayout:
+    """Where a text encoder of a model lies.
+
+    Attributes:
+        prefix: of its keys in a single file. folder: its name in a Diffusers folder. tokenizer: name of its tokenizer.
+        openclip: the file uses OpenCLIP's names and the encoder exact GELU and pad id 0.
+        layers: how many are taken of a file that has more, None takes all. projection: it ends in a projection.
+    """
+
+    prefix: str
+    folder: str
+    tokenizer: str
+    openclip: bool = False
+    layers: int | None = None
+    projection: bool = False
+
+
+TEXT_LAYOUTS: dict[str, tuple[TextLayout, ...]] = {
+    "sd1": (TextLayout("cond_stage_model.transformer.", "text_encoder", "sd1"),),
+    # files of the original hold 24 layers; the last one is never used
+    "sd2": (TextLayout("cond_stage_model.model.", "text_encoder", "sd2", openclip=True, layers=23),),
+    "sdxl": (
+        TextLayout("conditioner.embedders.0.transformer.", "text_encoder", "sdxl1"),
+        TextLayout("conditioner.embedders.1.model.", "text_encoder_2", "sdxl2", openclip=True, projection=True),
+    ),
+}
+LOGIT_SCALE = "conditioner.embedders.1.model.logit_scale"  # no part of the encoder, carried from file to file
+PROJECTION = "text_projection"
 
 UNET_RESNET = {
     "norm1": "in_layers.0",
@@ -189,9 +219,11 @@ def openclip_to_hf(tensors: Mapping[str, Any], layers: int) -> dict[str, Any]:
         tensors: file key -> tensor. layers: how many layers to take; SD2 leaves its last one out.
     """
     table = inverted(openclip_table(layers))
-    table["positional_embedding"] = "text_model.embeddings.position_embedding.weight"
     result: dict[str, Any] = {}
     for key, value in tensors.items():
+        if key.split(".")[0] == PROJECTION:  # files multiply from the right, a linear layer from the left
+            result[f"{PROJECTION}.weight"] = value.T
+            continue
         ours = translate(key, table)
         if ours is None:
             continue
@@ -211,7 +243,9 @@ def hf_to_openclip(tensors: Mapping[str, Any], layers: int) -> dict[str, Any]:
     table = openclip_table(layers)
     result: dict[str, Any] = {}
     for key, value in tensors.items():
-        if ".self_attn.q_proj." in key:
+        if key == f"{PROJECTION}.weight":
+            result[PROJECTION] = value.T
+        elif ".self_attn.q_proj." in key:
             joined = [tensors[key.replace(".q_proj.", f".{name}_proj.")] for name in "qkv"]
             block, kind = key.split(".self_attn.q_proj.")
             result[f"{table[block]}.attn.in_proj_{kind}"] = torch.cat(joined, dim=0)

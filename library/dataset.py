@@ -24,6 +24,7 @@ from library.config_util import DatasetSpec, Kind, SubsetSpec, list_images
 from library.errors import ErrorCollector, OptionError
 from library.latent_cache import CachedLatents, CacheRequest, Pixels, load_cached
 from library.signals import leave_signals_to_the_run
+from library.text_cache import TextOutputs, TextRequest, load_text_outputs
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,15 @@ SUBSET_METADATA = (
     "resize_interpolation",
 )
 MASK_RATIO_TOLERANCE = 0.02  # a mask drawn on a smaller copy may be a pixel off
+# options that make a caption another one at every draw
+RANDOM_CAPTIONS = (
+    "caption_dropout_rate",
+    "caption_dropout_every_n_epochs",
+    "caption_tag_dropout_rate",
+    "shuffle_caption",
+    "token_warmup_step",
+    "enable_wildcard",
+)
 COMMON_CAPTION_EXTENSIONS = (".txt", ".caption", ".cap", ".tags")
 
 
@@ -379,6 +389,8 @@ class TrainingData(Dataset):
         self.tokenize = tokenize
         self.max_train_steps = 0
         self.latents: dict[int, CachedLatents | Path] = {}
+        self.text_outputs: dict[int, TextOutputs | Path] = {}
+        self.text_names: Sequence[str] = ()
         errors = ErrorCollector()
         self.parts: list[_Part] = []
         for spec in specs:
@@ -455,8 +467,8 @@ class TrainingData(Dataset):
             "images": _stacked([sample["image"] for sample in drawn]),
             "latents": _stacked([sample["latents"] for sample in drawn]),
             "captions": captions,
-            "input_ids_list": self.tokenize(captions) if self.tokenize else None,
-            "text_encoder_outputs_list": None,
+            "input_ids_list": self.tokenize(captions) if self.tokenize and not self.text_outputs else None,
+            "text_encoder_outputs_list": self._text_outputs(chosen),
             "loss_weights": torch.tensor([sample["loss_weight"] for sample in drawn], dtype=torch.float32),
             "alpha_masks": None if by_image else masks,
             "conditioning_images": _as_image(masks) if by_image and masks is not None else None,
@@ -478,20 +490,19 @@ class TrainingData(Dataset):
         left, top, right, _ = buckets.crop_conditioning(bucket, item.size)
         return {
             **self._picture(image, flipped, picture_chance),
-            "caption": process_caption(
-                item.caption,
-                _caption_options(subset),
-                text_chance,
-                epoch=key.epoch,
-                step=key.step,
-                max_train_steps=self.max_train_steps,
-            ),
+            "caption": _caption(item, text_chance, key, self.max_train_steps),
             "flipped": flipped,
             "loss_weight": self._spec_of(image).prior_loss_weight if subset.is_reg else 1.0,
             "original_size": (item.size[1], item.size[0]),
             "crop_top_left": (int(top), int(bucket[0] - right if flipped else left)),
             "target_size": (bucket[1], bucket[0]),
         }
+
+    def _text_outputs(self, chosen: Sequence[int]) -> list[Tensor] | None:
+        if not self.text_outputs:
+            return None
+        cached = [load_text_outputs(self.text_outputs[image], self.text_names) for image in chosen]
+        return [torch.stack(list(same)) for same in zip(*cached)]
 
     def _spec_of(self, image: int) -> DatasetSpec:
         number = max(place for place, first in enumerate(self._first_image) if first <= image)
@@ -549,6 +560,25 @@ class TrainingData(Dataset):
                         f"turn off one of the two"
                     )
 
+    def check_text_cacheable(self) -> None:
+        """Refuse options that change captions at every draw, which outputs made once cannot follow."""
+        for placed in self.placed:
+            subset = placed.item.subset
+            for name in RANDOM_CAPTIONS:
+                if getattr(subset, name):
+                    raise OptionError(
+                        f"--cache_text_encoder_outputs cannot be used with {name} (set for {subset.name}): "
+                        f"turn off one of the two"
+                    )
+
+    def text_requests(self) -> list[TextRequest]:
+        """Describe every caption to :func:`library.text_cache.cache_text_outputs`, in the order of ``text_outputs``."""
+        self.check_text_cacheable()
+        return [
+            TextRequest(placed.item.path, _caption(placed.item, random.Random(0), BatchKey(1, 0, 0), 0))
+            for placed in self.placed
+        ]
+
     def cache_requests(self) -> list[CacheRequest]:
         """Describe every image to :func:`library.latent_cache.cache_latents`, in the order of ``latents``."""
         self.check_cacheable()
@@ -596,6 +626,13 @@ def _as_image(masks: Tensor) -> Tensor:
 
 def _caption_options(subset: SubsetSpec) -> CaptionOptions:
     return CaptionOptions(**{field.name: getattr(subset, field.name) for field in fields(CaptionOptions)})
+
+
+def _caption(item: ImageItem, chance: random.Random, key: BatchKey, max_train_steps: int) -> str:
+    options = _caption_options(item.subset)
+    return process_caption(
+        item.caption, options, chance, epoch=key.epoch, step=key.step, max_train_steps=max_train_steps
+    )
 
 
 def _mirrored(tensor: Tensor | None, flipped: bool) -> Tensor | None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from library.array_files import DAMAGE, load_arrays, save_arrays
 from library.errors import OptionError
-from library.files import write_file
 
 log = logging.getLogger(__name__)
 
@@ -246,8 +245,8 @@ def _take_from_disk(
 def _problem(path: Path, request: CacheRequest, vae: str, trust_files: bool) -> str | None:
     """Say why a file cannot be used, None when it can."""
     try:
-        content = _load_arrays(path)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
+        content = load_arrays(path)
+    except DAMAGE as error:
         return f"damaged ({error})"
     needed = ["latents", *["latents_flipped"] * request.flip, *["alpha_mask"] * request.with_mask]
     lacking = [key for key in needed if key not in content]
@@ -263,13 +262,8 @@ def _problem(path: Path, request: CacheRequest, vae: str, trust_files: bool) -> 
     return None
 
 
-def _load_arrays(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as archive:
-        return {key: archive[key] for key in archive.files}
-
-
 def _read(path: Path, flip: bool, with_mask: bool) -> CachedLatents:
-    content = _load_arrays(path)
+    content = load_arrays(path)
 
     def tensor(key: str, wanted: bool) -> Tensor | None:
         return torch.from_numpy(content[key].astype(np.float32)) if wanted else None
@@ -283,7 +277,7 @@ def _read(path: Path, flip: bool, with_mask: bool) -> CachedLatents:
 
 def _write(request: CacheRequest, cached: CachedLatents, vae: str, suffix: str) -> Path:
     path = cache_path(request.path, request.original_size, suffix)
-    arrays = _foreign_arrays(path) | {
+    arrays = {
         "latents": cached.latents.numpy(),
         "original_size": np.array(request.original_size, dtype=np.int64),
         "crop_ltrb": np.array(request.crop_ltrb, dtype=np.float64),
@@ -292,19 +286,5 @@ def _write(request: CacheRequest, cached: CachedLatents, vae: str, suffix: str) 
     for key, tensor in (("latents_flipped", cached.flipped), ("alpha_mask", cached.mask)):
         if tensor is not None:
             arrays[key] = tensor.numpy()
-
-    def save(temporary: Path) -> None:
-        with temporary.open("wb") as file:  # np.savez adds .npz to a name, not to an open file
-            np.savez(file, **arrays)
-
-    write_file(path, save, sum(array.nbytes for array in arrays.values()))
+    save_arrays(path, arrays, replaced=("latents_flipped", "alpha_mask"))
     return path
-
-
-def _foreign_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Give what else a file holds, so that it is kept; nothing when it cannot be read."""
-    ours = {"latents", "latents_flipped", "alpha_mask", "original_size", "crop_ltrb", FINGERPRINT_KEY}
-    try:
-        return {key: array for key, array in _load_arrays(path).items() if key not in ours}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, NotImplementedError):
-        return {}

@@ -15,6 +15,7 @@ from library.accelerator import ScalarLog
 from library.batch_loss import BatchResult
 from library.dataset import BatchKey, TrainingData, batch_loader
 from library.errors import RunStopped
+from library.fused_steps import FusedSteps
 from library.losses import first_non_finite
 from library.optimizers import EstimateWatch, logged_rates, step_size_estimates
 from library.output import RunOutput
@@ -30,12 +31,15 @@ class TrainedParts:
     """What an update acts on.
 
     Attributes:
-        network: follows the network module contract. text_encoders, unet: the frozen models it is attached to.
+        network: follows the network module contract. stored: modules whose tensors a state holds, a file each.
+        text_encoders, unet: the models it is attached to.
         optimizer, scheduler: prepared by accelerate. raw_optimizer: the object below, which the filter is attached to.
         names: names of the trained tensors, in the optimizer's order. descriptions: one per parameter group.
+        fused: steps from inside the backward pass; None where the optimizer steps after it.
     """
 
     network: Any
+    stored: Sequence[torch.nn.Module]
     text_encoders: Sequence[torch.nn.Module]
     unet: torch.nn.Module
     optimizer: Any
@@ -43,6 +47,16 @@ class TrainedParts:
     scheduler: Any
     names: list[str]
     descriptions: list[str]
+    fused: FusedSteps | None = None
+
+
+@dataclass(frozen=True)
+class LossScalars:
+    """Names that losses are logged under: of the last batch (None leaves it out), their mean, and that of an epoch."""
+
+    batch: str | None
+    mean: str
+    epoch: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,7 @@ class LoopSettings:
     persistent_workers: bool
     max_grad_norm: float
     scale_weight_norms: float | None
+    loss_scalars: LossScalars
 
 
 class TrainingLoop:
@@ -97,7 +112,8 @@ class TrainingLoop:
         self.settings = settings
         self.average = LossAverage(losses)
         self.stop = stop or StopRequest()
-        self.filter = grad_filter.handle_of(parts.raw_optimizer)
+        optimizers = getattr(parts.raw_optimizer, "optimizers", [parts.raw_optimizer])
+        self.filters = [handle for each in optimizers if (handle := grad_filter.handle_of(each)) is not None]
         self.estimates = EstimateWatch(parts.raw_optimizer)
         self.rates: dict[str, float] = {}
 
@@ -160,7 +176,9 @@ class TrainingLoop:
     # ----------------------------------------------------------------------------------------------------- update
 
     def _one_update(self, update: Update) -> None:
-        results = [self._one_batch(update, position) for position in range(update.first_batch, update.last_batch)]
+        results: list[BatchResult] = []
+        for position in range(update.first_batch, update.last_batch):
+            results.append(self._one_batch(update, position, results))
         self._apply_gradients(results)
         norms = self._limit_weight_norms()
         self.progress.step(self.average.mean, norms)
@@ -170,7 +188,7 @@ class TrainingLoop:
         if update.ends_epoch or update.step == self.plan.max_steps:
             self._end_epoch(update)
 
-    def _one_batch(self, update: Update, position: int) -> BatchResult:
+    def _one_batch(self, update: Update, position: int, earlier: Sequence[BatchResult]) -> BatchResult:
         parts = self.parts
         batch = next(self.batches)
         if hasattr(parts.network, "on_step_start"):
@@ -183,12 +201,33 @@ class TrainingLoop:
                 f"intact. Lower --learning_rate, or use --mixed_precision bf16 or --no_half_vae"
             )
         size = update.last_batch - update.first_batch  # the short group at an epoch's end has its own mean
-        self.accelerator.backward(result.loss / size)
+        loss, result = result.loss / size, BatchResult(result.loss.detach(), result.losses, result.timesteps)
+        if parts.fused is not None:
+            is_last = position == update.last_batch - 1
+            parts.fused.begin(is_last)
+            if is_last:
+                self._tell_filters([*earlier, result])
+        self.accelerator.backward(loss)
         self.average.add(position, value)
-        return BatchResult(result.loss.detach(), result.losses, result.timesteps)
+        return result
 
-    def _apply_gradients(self, results: list[BatchResult]) -> None:
+    def _tell_filters(self, results: Sequence[BatchResult]) -> None:
+        for handle in self.filters:
+            handle.set_context(
+                total_steps=self.plan.max_steps,
+                micro_steps=len(results),
+                timesteps=torch.cat([result.timesteps for result in results]),
+                losses=torch.cat([result.losses for result in results]),
+            )
+
+    def _apply_gradients(self, results: Sequence[BatchResult]) -> None:
         parts = self.parts
+        estimates = step_size_estimates(parts.raw_optimizer)
+        if parts.fused is not None:
+            parts.fused.finish()
+            self._note_rates(estimates)
+            parts.scheduler.step()
+            return
         trained = list(parts.network.get_trainable_params())
         if self.plan.processes > 1:
             for param in trained:
@@ -196,21 +235,17 @@ class TrainingLoop:
                     param.grad = self.accelerator.reduce(param.grad, reduction="mean")
         if self.settings.max_grad_norm:
             self.accelerator.clip_grad_norm_(trained, self.settings.max_grad_norm)
-        if self.filter is None and self.accelerator.scaler is None:
+        if not self.filters and self.accelerator.scaler is None:
             self._refuse_non_finite_gradients()
-        if self.filter is not None:
-            self.filter.set_context(
-                total_steps=self.plan.max_steps,
-                micro_steps=len(results),
-                timesteps=torch.cat([result.timesteps for result in results]),
-                losses=torch.cat([result.losses for result in results]),
-            )
-        estimates = step_size_estimates(parts.raw_optimizer)
+        self._tell_filters(results)
         parts.optimizer.step()
-        self.rates = logged_rates(parts.raw_optimizer, parts.descriptions, estimates)
-        self.estimates.after_update()
+        self._note_rates(estimates)
         parts.scheduler.step()
         parts.optimizer.zero_grad(set_to_none=True)
+
+    def _note_rates(self, estimates: Sequence[float | None]) -> None:
+        self.rates = logged_rates(self.parts.raw_optimizer, self.parts.descriptions, estimates)
+        self.estimates.after_update()
 
     def _refuse_non_finite_gradients(self) -> None:
         params = [param for group in self.parts.raw_optimizer.param_groups for param in group["params"]]
@@ -232,17 +267,20 @@ class TrainingLoop:
     # ---------------------------------------------------------------------------------------------- logs and files
 
     def _log_update(self, update: Update, results: list[BatchResult], norms: dict[str, float]) -> None:
-        scalars = {"loss/current": float(results[-1].loss), "loss/average": self.average.mean}
+        names = self.settings.loss_scalars
+        scalars = {names.batch: float(results[-1].loss)} if names.batch else {}
+        scalars[names.mean] = self.average.mean
         scalars |= self.rates
         if norms:
             scalars["max_norm/keys_scaled"] = norms["Keys Scaled"]
             scalars["norm/avg_key_norm"] = norms["Average key norm"]
             scalars["max_norm/max_key_norm"] = norms["max_key_norm"]
-        if self.filter is not None:
-            scalars |= self.filter.scalars()
+        for number, handle in enumerate(self.filters):
+            suffix = f"/optimizer{number}" if len(self.filters) > 1 else ""
+            scalars |= {f"{name}{suffix}": value for name, value in handle.scalars().items()}
         self.scalars.write(scalars, update.step)
 
     def _end_epoch(self, update: Update) -> None:
-        self.scalars.write({"loss/epoch_average": self.average.mean}, update.epoch)
+        self.scalars.write({self.settings.loss_scalars.epoch: self.average.mean}, update.epoch)
         self.output.after_epoch(update, is_last=update.step == self.plan.max_steps)
         self.draw_samples(update.epoch, update.step)

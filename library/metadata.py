@@ -98,7 +98,8 @@ class RunFacts:
     """What the metadata says beside the options.
 
     Attributes:
-        session_id, started_at: of this process; Unix time. version, architecture: of the model family.
+        session_id, started_at: of this process; Unix time. version, architecture, implementation, resolution: of the
+            model family.
         optimizer, optimizer_args: as get_optimizer named them. max_steps, epochs, batches_per_epoch: of the plan.
         seed: in force. text_encoder_lr: the rate of the first encoder. options: option values as they were typed,
             where building the optimizer changed them. dataset, grad_filter: ready ss_ entries.
@@ -108,6 +109,8 @@ class RunFacts:
     started_at: float
     version: str
     architecture: str
+    implementation: str
+    resolution: str
     optimizer: str
     optimizer_args: str
     max_steps: int
@@ -213,18 +216,18 @@ def run_metadata(args: Any, facts: RunFacts) -> dict[str, str]:
 
 
 def modelspec(args: Any, facts: RunFacts) -> dict[str, str]:
-    """Give the modelspec entries of a LoRA."""
-    default = "768x768" if args.v2 and args.v_parameterization else "512x512"
+    """Give the modelspec entries of a LoRA or a model."""
+    kind = "LoRA" if facts.architecture.endswith("/lora") else "Checkpoint"
     sizes = [part.strip() for part in str(args.resolution).split(",")] if args.resolution else []
     commit = revision()
     entries = {
         "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": f"{facts.architecture}/lora",
-        "modelspec.implementation": "diffusers",
+        "modelspec.architecture": facts.architecture,
+        "modelspec.implementation": facts.implementation,
         "modelspec.implementation_version": f"sd-scripts/{'unknown' if commit == '(unknown)' else commit}",
-        "modelspec.title": args.metadata_title or args.output_name or f"LoRA@{facts.started_at:.0f}",
+        "modelspec.title": args.metadata_title or args.output_name or f"{kind}@{facts.started_at:.0f}",
         "modelspec.date": datetime.datetime.now().replace(microsecond=0).isoformat(),
-        "modelspec.resolution": f"{sizes[0]}x{sizes[-1]}" if sizes else default,
+        "modelspec.resolution": f"{sizes[0]}x{sizes[-1]}" if sizes else facts.resolution,
         "modelspec.prediction_type": "v" if args.v_parameterization else "epsilon",
     }
     if args.min_timestep is not None or args.max_timestep is not None:

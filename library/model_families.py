@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from library.checkpoint import LoadedModel, check_model, load_sd_model
-from library.text_encoding import encode, tokenize
+from library.checkpoint import LoadedModel, check_model, load_model
+from library.model_configs import LATENT_SCALES
+from library.text_encoding import encode, encode_penultimate, tokenize
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +24,19 @@ class ModelFamily:
     Attributes:
         name: for messages. bucket_divisor: bucket steps must be a multiple of it. latent_scale: factor on VAE latents.
         cache_suffix: part of the names of latent cache files.
-        check: refuses a wrong model file from its header; called with (path, v2=...).
-        load: called with (path, v2=..., dtype=..., vae_path=..., tokenizer_cache=...).
+        text_outputs: names of what ``encode_text`` gives, in files of cached outputs.
+        layer_of_text: captions are encoded by the layer that ``clip_skip`` names; False for a fixed one.
+        lr_blocks: how many blocks ``block_lr`` gives rates for, 0 where there is no such option.
+        block_of: called with a U-Net parameter's name in files; its block number.
+        idle_parameters: called with the text encoders; those parameters that no prediction depends on.
+        resolution: modelspec resolution where none is given.
+        implementation: modelspec name of the code that defines the layout of files, for a LoRA and for a model.
+        kind: called with (v2); key of the tables of file layouts.
+        check: refuses a wrong model file from its header; called with (path, kind).
+        load: called with (path, kind, dtype=..., vae_path=..., tokenizer_cache=..., mapped=...).
         tokenize: called with (tokenizers, captions, max_token_length); one (B, n, 77) tensor per encoder.
-        encode_text: called with (text_encoders, input_ids_list, clip_skip); gives what ``predict`` takes.
-        predict: called with (unet, noisy_latents, timesteps, conditioning, batch); (B, C, h, w).
+        encode_text: called with (text_encoders, input_ids_list, clip_skip); list of tensors that ``predict`` takes.
+        predict: called with (unet, noisy_latents, timesteps, text_outputs, batch); (B, C, h, w).
         version: called with (v2, v_parameterization); the name in LoRA metadata.
         architecture: called with (v2, v_parameterization); the modelspec name.
         pipeline: called with (model, scheduler); a Diffusers pipeline over the same modules.
@@ -37,26 +46,40 @@ class ModelFamily:
     bucket_divisor: int
     latent_scale: float
     cache_suffix: str
-    check: Callable[..., None]
+    text_outputs: tuple[str, ...]
+    layer_of_text: bool
+    lr_blocks: int
+    block_of: Callable[[str], int]
+    idle_parameters: Callable[[Sequence[Any]], list[torch.nn.Parameter]]
+    resolution: Callable[[bool, bool], str]
+    implementation: tuple[str, str]
+    kind: Callable[[bool], str]
+    check: Callable[[Any, str], None]
     load: Callable[..., LoadedModel]
     tokenize: Callable[[Sequence[Any], Sequence[str], int | None], list[Tensor]]
-    encode_text: Callable[[Sequence[Any], Sequence[Tensor], int | None], Any]
-    predict: Callable[[Any, Tensor, Tensor, Any, dict[str, Any]], Tensor]
+    encode_text: Callable[[Sequence[Any], Sequence[Tensor], int | None], list[Tensor]]
+    predict: Callable[[Any, Tensor, Tensor, Sequence[Tensor], dict[str, Any]], Tensor]
     version: Callable[[bool, bool], str]
     architecture: Callable[[bool, bool], str]
     pipeline: Callable[[LoadedModel, Any], Any]
 
 
-def _sd_tokenize(tokenizers: Sequence[Any], captions: Sequence[str], max_token_length: int | None) -> list[Tensor]:
+GENERATIVE_MODELS = "https://github.com/Stability-AI/generative-models"
+
+
+def _tokenize(tokenizers: Sequence[Any], captions: Sequence[str], max_token_length: int | None) -> list[Tensor]:
     return [tokenize(tokenizer, captions, max_token_length) for tokenizer in tokenizers]
 
 
-def _sd_encode(text_encoders: Sequence[Any], input_ids: Sequence[Tensor], clip_skip: int | None) -> Tensor:
-    return encode(text_encoders[0], input_ids[0], clip_skip)
+# ----------------------------------------------------------------------------------------- Stable Diffusion 1.x, 2.x
 
 
-def _sd_predict(unet: Any, noisy: Tensor, timesteps: Tensor, hidden: Tensor, batch: dict[str, Any]) -> Tensor:
-    return unet(noisy, timesteps, encoder_hidden_states=hidden, return_dict=False)[0]
+def _sd_encode(text_encoders: Sequence[Any], input_ids: Sequence[Tensor], clip_skip: int | None) -> list[Tensor]:
+    return [encode(text_encoders[0], input_ids[0], clip_skip)]
+
+
+def _sd_predict(unet: Any, noisy: Tensor, timesteps: Tensor, text: Sequence[Tensor], batch: dict[str, Any]) -> Tensor:
+    return unet(noisy, timesteps, encoder_hidden_states=text[0], return_dict=False)[0]
 
 
 def _sd_pipeline(model: LoadedModel, scheduler: Any) -> Any:
@@ -87,16 +110,98 @@ def _sd_architecture(v2: bool, v_parameterization: bool) -> str:
 SD = ModelFamily(
     name="Stable Diffusion 1.x/2.x",
     bucket_divisor=64,
-    latent_scale=0.18215,
+    latent_scale=LATENT_SCALES["sd1"],
     cache_suffix="sd",
+    text_outputs=("hidden_state",),
+    layer_of_text=True,
+    lr_blocks=0,
+    block_of=lambda name: 0,
+    idle_parameters=lambda text_encoders: [],
+    resolution=lambda v2, v_parameterization: "768x768" if v2 and v_parameterization else "512x512",
+    implementation=("diffusers", "https://github.com/Stability-AI/stablediffusion"),
+    kind=lambda v2: "sd2" if v2 else "sd1",
     check=check_model,
-    load=load_sd_model,
-    tokenize=_sd_tokenize,
+    load=load_model,
+    tokenize=_tokenize,
     encode_text=_sd_encode,
     predict=_sd_predict,
     version=_sd_version,
     architecture=_sd_architecture,
     pipeline=_sd_pipeline,
+)
+
+
+# --------------------------------------------------------------------------------------------------------------- SDXL
+
+
+def _sdxl_encode(text_encoders: Sequence[Any], input_ids: Sequence[Tensor], clip_skip: int | None) -> list[Tensor]:
+    first, _ = encode_penultimate(text_encoders[0], input_ids[0])
+    second, pooled = encode_penultimate(text_encoders[1], input_ids[1])
+    assert pooled is not None
+    return [first, second, pooled]
+
+
+def _sdxl_predict(unet: Any, noisy: Tensor, timesteps: Tensor, text: Sequence[Tensor], batch: dict[str, Any]) -> Tensor:
+    first, second, pooled = text
+    sizes = [batch[name] for name in ("original_sizes_hw", "crop_top_lefts", "target_sizes_hw")]
+    conditions = {"text_embeds": pooled, "time_ids": torch.cat(sizes, dim=1).to(noisy.device)}
+    hidden = torch.cat([first, second], dim=-1)
+    return unet(noisy, timesteps, encoder_hidden_states=hidden, added_cond_kwargs=conditions, return_dict=False)[0]
+
+
+def _sdxl_pipeline(model: LoadedModel, scheduler: Any) -> Any:
+    from diffusers import StableDiffusionXLPipeline
+
+    return StableDiffusionXLPipeline(
+        vae=model.vae,
+        text_encoder=model.text_encoders[0],
+        text_encoder_2=model.text_encoders[1],
+        tokenizer=model.tokenizers[0],
+        tokenizer_2=model.tokenizers[1],
+        unet=model.unet,
+        scheduler=scheduler,
+        force_zeros_for_empty_prompt=False,  # an empty prompt is encoded, as in training
+        add_watermarker=False,
+    )
+
+
+SDXL_BLOCKS = 23
+_FIRST_BLOCK = {"input_blocks": 1, "middle_block": 10, "output_blocks": 13, "out": SDXL_BLOCKS - 1}
+
+
+def _sdxl_block(name: str) -> int:
+    """Give 0 for the embeddings of time and size, then input, middle and output blocks, and the last for ``out``."""
+    kind, number = name.split(".")[:2]
+    first = _FIRST_BLOCK.get(kind, 0)
+    return first + int(number) if kind.endswith(("_blocks", "_block")) else first
+
+
+def _sdxl_idle_parameters(text_encoders: Sequence[Any]) -> list[torch.nn.Parameter]:
+    first = getattr(text_encoders[0], "text_model", text_encoders[0])
+    return [*first.encoder.layers[-1].parameters(), *first.final_layer_norm.parameters()]
+
+
+SDXL = ModelFamily(
+    name="SDXL",
+    bucket_divisor=32,
+    latent_scale=LATENT_SCALES["sdxl"],
+    cache_suffix="sdxl",
+    text_outputs=("hidden_state1", "hidden_state2", "pool2"),
+    layer_of_text=False,
+    lr_blocks=SDXL_BLOCKS,
+    block_of=_sdxl_block,
+    idle_parameters=_sdxl_idle_parameters,
+    resolution=lambda v2, v_parameterization: "1024x1024",
+    implementation=(GENERATIVE_MODELS, GENERATIVE_MODELS),
+    kind=lambda v2: "sdxl",
+    check=check_model,
+    load=load_model,
+    tokenize=_tokenize,
+    encode_text=_sdxl_encode,
+    predict=_sdxl_predict,
+    version=lambda v2, v_parameterization: "sdxl_base_v1-0",
+    architecture=lambda v2, v_parameterization: "stable-diffusion-xl-v1-base",
+    pipeline=_sdxl_pipeline,
 )
 
 

@@ -37,21 +37,22 @@ class OutputNames:
     """Paths of a run's results.
 
     Args:
-        folder: the output folder. name: ``--output_name``, None uses the fall-back words. extension: without dot.
+        folder: the output folder. name: ``--output_name``, None uses the fall-back words.
+        suffix: of models, with its dot; empty for folders.
     """
 
     folder: Path
     name: str | None
-    extension: str
+    suffix: str
 
     def final_model(self) -> Path:
-        return self.folder / f"{self.name or 'last'}.{self.extension}"
+        return self.folder / f"{self.name or 'last'}{self.suffix}"
 
     def epoch_model(self, epoch: int) -> Path:
-        return self.folder / f"{self.name or 'epoch'}-{epoch:06d}.{self.extension}"
+        return self.folder / f"{self.name or 'epoch'}-{epoch:06d}{self.suffix}"
 
     def step_model(self, step: int) -> Path:
-        return self.folder / f"{self.name or 'at'}-step{step:08d}.{self.extension}"
+        return self.folder / f"{self.name or 'at'}-step{step:08d}{self.suffix}"
 
     def final_state(self) -> Path:
         return self.folder / f"{self.name or 'last'}-state"

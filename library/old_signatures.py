@@ -81,7 +81,7 @@ def load_target_model(
     path = checkpoint.find_model(args.pretrained_model_name_or_path)
     model = SD.load(
         path,
-        v2=args.v2,
+        SD.kind(args.v2),
         dtype=weight_dtype,
         vae_path=Path(args.vae) if args.vae else None,
         tokenizer_cache=Path(args.tokenizer_cache_dir) if args.tokenizer_cache_dir else None,
@@ -236,7 +236,7 @@ class LossRecorder(LossAverage):
 
 
 def _names(args: Namespace, extension: str) -> OutputNames:
-    return OutputNames(Path(), args.output_name, extension.lstrip("."))
+    return OutputNames(Path(), args.output_name, f".{extension.lstrip('.')}")
 
 
 def get_epoch_ckpt_name(args: Namespace, ext: str, epoch_no: int) -> str:
@@ -314,7 +314,7 @@ def load_models_from_stable_diffusion_checkpoint(
     unet_use_linear_projection_in_v2: bool = True,
 ) -> tuple[Any, Any, Any]:
     """Give (text encoder, VAE, U-Net) of a checkpoint file."""
-    model = checkpoint.load_sd_model(Path(ckpt_path), v2=v2, dtype=dtype or torch.float32)
+    model = checkpoint.load_model(Path(ckpt_path), SD.kind(v2), dtype=dtype or torch.float32)
     return model.text_encoders[0].to(device), model.vae.to(device), model.unet.to(device)
 
 

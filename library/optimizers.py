@@ -421,3 +421,22 @@ class EstimateWatch:
                 self.first[0],
                 self.patience,
             )
+
+
+# --------------------------------------------------------------------------------------------------------- saved state
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load a state dict without rounding: torch casts what belongs to a parameter to the parameter's dtype.
+
+    A float32 moment of a bfloat16 weight would lose 16 bits at every resume.
+    """
+    optimizer.load_state_dict(saved)  # type: ignore[arg-type]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for number, param in zip(numbers, params):
+        loaded = optimizer.state.get(param, {})
+        for key, value in saved["state"].get(number, {}).items():
+            now = loaded.get(key)
+            if isinstance(value, Tensor) and isinstance(now, Tensor) and now.dtype != value.dtype:
+                loaded[key] = value.to(now.device, copy=True)

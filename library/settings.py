@@ -84,6 +84,8 @@ def read_length(args: Namespace) -> LengthSettings:
 
 def read_precision(args: Namespace) -> PrecisionSettings:
     chosen = [name for name in ("mem_eff_attn", "xformers", "sdpa") if getattr(args, name)]
+    if args.diffusers_xformers:
+        chosen.insert(0, "xformers")
     return PrecisionSettings(
         mixed=args.mixed_precision,
         full="fp16" if args.full_fp16 else "bf16" if args.full_bf16 else None,

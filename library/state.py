@@ -25,6 +25,7 @@ from torch import Tensor
 from library import grad_filter
 from library.errors import OptionError
 from library.files import OLDER_MARK, new_folder, recover_folder, write_json
+from library.optimizers import load_optimizer_state
 from library.run_plan import RunPlan
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 RECORD_NAME = "train_state.json"
 RECORD_VERSION = 1
 FOREIGN_RECORD = {"current_epoch", "current_step"}  # all that other trainers write
-MODEL_NAME = "model.safetensors"
 OPTIMIZER_NAME = "optimizer.bin"
 SCHEDULER_NAME = "scheduler.bin"
 SCALER_NAME = "scaler.pt"
@@ -69,6 +69,11 @@ class StateRecord:
 def _digest_of_record(values: dict[str, Any]) -> str:
     rest = {name: value for name, value in values.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def model_name(index: int) -> str:
+    """Give the file name of the ``index``-th trained module."""
+    return f"model_{index}.safetensors" if index else "model.safetensors"
 
 
 def _digest(path: Path) -> dict[str, Any]:
@@ -143,7 +148,7 @@ def _restore_random_states_of_rank(folder: Path, rank: int) -> None:
 def save_state(
     folder: Path,
     *,
-    weights: dict[str, Tensor],
+    weights: Sequence[dict[str, Tensor]],
     optimizer: torch.optim.Optimizer,
     scheduler: Any | None,
     scaler: Any | None,
@@ -154,7 +159,7 @@ def save_state(
 
     Args:
         folder: target; an older folder of this name is replaced.
-        weights: the trained tensors by name, any dtype, any device.
+        weights: tensors by name of every trained module, any dtype, any device.
         optimizer: raw optimizer; its state dict carries the gradient filter's buffers.
         scheduler, scaler: written when they have a ``state_dict``; None otherwise.
         random_states_of_ranks: :func:`random_states` of every process, in rank order.
@@ -167,8 +172,9 @@ def save_state(
 
     optimizer_state = optimizer.state_dict()
     with new_folder(folder, _bytes_in(weights) + _bytes_in(optimizer_state)) as inside:
-        cpu_weights = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-        save_file(cpu_weights, inside / MODEL_NAME)
+        for index, tensors in enumerate(weights):
+            cpu_weights = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(cpu_weights, inside / model_name(index))
         torch.save(optimizer_state, inside / OPTIMIZER_NAME)
         if scheduler is not None:
             torch.save(scheduler.state_dict(), inside / SCHEDULER_NAME)
@@ -382,7 +388,7 @@ def load_state(
 
     Args:
         folder: passed :func:`read_record`.
-        load_weights: called with the dict of trained tensors on the CPU.
+        load_weights: called with a list of dicts, the tensors of each trained module on the CPU.
         optimizer, scheduler, scaler: the raw objects; a missing scheduler or scaler file is named in the log.
         rank: index of this process, chooses the file of random states.
 
@@ -391,11 +397,15 @@ def load_state(
     """
     from safetensors.torch import load_file
 
-    load_weights(load_file(folder / MODEL_NAME))
+    names = [model_name(0), *sorted(path.name for path in folder.glob("model_*.safetensors"))]
+    load_weights([load_file(folder / name) for name in names])
     try:
         saved = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
         grad_filter.report_unused_state(saved, optimizer)
-        optimizer.load_state_dict(saved)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            load_optimizer_state(optimizer, saved)
+        else:  # several seen as one, each of which does the same
+            optimizer.load_state_dict(saved)
     except (KeyError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise OptionError(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 WINDOW = 77  # positions of a CLIP text encoder: begin, 75 tokens, end
 INNER = WINDOW - 2
+END_ID = 49407
 
 
 def chunk_count(max_token_length: int | None) -> int:
@@ -57,17 +58,46 @@ def encode(text_encoder: Any, input_ids: Tensor, clip_skip: int | None = None) -
         clip_skip: take the hidden states of the ``clip_skip``-th layer from the end, through the final norm.
 
     Returns:
-        (B, 75 n + 2, width): begin state of the first window, inner states of all, end state of the last.
+        (B, 75 n + 2, width), see :func:`join_windows`.
     """
-    batch, windows, length = input_ids.shape
-    flat = input_ids.reshape(batch * windows, length)
+    flat = input_ids.flatten(0, 1)
     if clip_skip is None:
         hidden = text_encoder(flat).last_hidden_state
     else:
         layers = text_encoder(flat, output_hidden_states=True).hidden_states
         hidden = final_layer_norm(text_encoder)(layers[-clip_skip])
-    if windows == 1:
-        return hidden
-    hidden = hidden.reshape(batch, windows, length, -1)
-    inner = hidden[:, :, 1:-1].reshape(batch, windows * INNER, -1)
-    return torch.cat([hidden[:, 0, :1], inner, hidden[:, -1, -1:]], dim=1)
+    return join_windows(hidden, len(input_ids))
+
+
+def encode_penultimate(text_encoder: Any, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Encode windows of token ids as SDXL does: the layer before the last, without the final norm.
+
+    Args:
+        text_encoder: CLIPTextModel, or one with a projection. input_ids: (B, n, 77) int64 on the encoder's device.
+
+    Returns:
+        (B, 75 n + 2, width), and the pooled output (B, projection width): the last layer's state at the first end mark
+        of the first window, projected. None without a projection.
+    """
+    output = text_encoder(input_ids.flatten(0, 1), output_hidden_states=True)
+    hidden = join_windows(output.hidden_states[-2], len(input_ids))
+    if not hasattr(text_encoder, "text_projection"):
+        return hidden, None
+    first = output.last_hidden_state.unflatten(0, input_ids.shape[:2])[:, 0]
+    ends = (input_ids[:, 0] == END_ID).int().argmax(dim=1)
+    return hidden, text_encoder.text_projection(first[torch.arange(len(first), device=first.device), ends])
+
+
+def join_windows(hidden: Tensor, batch: int) -> Tensor:
+    """Join the states of ``batch`` texts of n windows each.
+
+    Args:
+        hidden: (B n, 77, width).
+
+    Returns:
+        (B, 75 n + 2, width): begin state of the first window, inner states of all, end state of the last.
+    """
+    hidden = hidden.unflatten(0, (batch, -1))
+    if hidden.shape[1] == 1:
+        return hidden[:, 0]
+    return torch.cat([hidden[:, 0, :1], hidden[:, :, 1:-1].flatten(1, 2), hidden[:, -1, -1:]], dim=1)

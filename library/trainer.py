@@ -18,17 +18,18 @@ import torch
 
 from library import grad_filter, metadata, settings, state
 from library.accelerator import DTYPES, LogSettings, ScalarLog, build_accelerator, check_precision
-from library.args import check_options
+from library.args import check_options, with_defaults
 from library.batch_loss import BatchLoss, TextSettings
 from library.checkpoint import LoadedModel, find_model
 from library.config_util import DatasetSpec, load_dataset_specs
 from library.dataset import TrainingData, dataset_metadata
 from library.errors import ErrorCollector, OptionError, RunStopped
+from library.fused_steps import FusedSteps
 from library.key_values import as_items, parse_strings
 from library.latent_cache import cache_latents
-from library.loop import LoopSettings, TrainedParts, TrainingLoop
+from library.loop import LoopSettings, LossScalars, TrainedParts, TrainingLoop
 from library.losses import first_non_finite
-from library.model_families import SD, ModelFamily, set_attention
+from library.model_families import SD, SDXL, ModelFamily, set_attention
 from library.naming import OutputNames
 from library.noise import noise_schedule
 from library.optimizers import check_optimizer, evaluation_weights, get_optimizer
@@ -37,6 +38,7 @@ from library.run_plan import RunPlan, Update, initial_step
 from library.sampling import SamplePrompt, generate_samples, load_prompts
 from library.schedulers import check_scheduler, get_scheduler_fix, put_schedule_in_force
 from library.signals import StopRequest
+from library.text_cache import cache_text_outputs
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +57,32 @@ class Checked:
     seed: int
 
 
+@dataclass
+class OptimizerParts:
+    """What :meth:`NetworkTrainer.create_optimizer` gives; ``arguments`` as recorded, the rest as in TrainedParts."""
+
+    name: str
+    arguments: str
+    optimizer: Any
+    raw_optimizer: Any
+    scheduler: Any
+    fused: FusedSteps | None
+
+
 class NetworkTrainer:
     """Trains a network module on a frozen base model.
 
     Attributes:
-        family: the kind of base model; a subclass names another one.
+        family: the kind of base model; a subclass names another one. script: key of the table of command lines.
+        architecture_suffix: behind the modelspec name of the base model. tracker_name: last level of the log folder.
+        loss_scalars: names that the losses are logged under.
     """
 
     family: ModelFamily = SD
+    script = "train_network"
+    architecture_suffix = "/lora"
+    tracker_name = "network_train"
+    loss_scalars = LossScalars("loss/current", "loss/average", "loss/epoch_average")
 
     def train(self, args: Namespace) -> None:
         """Run everything that the options ask for.
@@ -71,9 +91,10 @@ class NetworkTrainer:
             OptionError: a mistake in options or files. RunStopped: the run had to end early.
         """
         started_at = time.time()
+        args = self.complete(args)
         checked = self._check(args)
         precision = settings.read_precision(args)
-        logs = _log_settings(args)
+        logs = _log_settings(args, self.tracker_name)
         accelerator = build_accelerator(
             precision.mixed,
             logs,
@@ -94,10 +115,12 @@ class NetworkTrainer:
         checked.data.tokenize = functools.partial(
             self.family.tokenize, model.tokenizers, max_token_length=args.max_token_length
         )
-        network, network_args = self._create_network(args, model, precision)
+        network, network_args = self.create_network(args, model, precision)
         parts, optimizer_name, optimizer_args = self._create_optimizer(args, network, model, accelerator, plan)
         if args.cache_latents or args.cache_latents_to_disk:
             self._cache_latents(args, checked.data, model, accelerator)
+        if args.cache_text_encoder_outputs or args.cache_text_encoder_outputs_to_disk:
+            self._cache_text_outputs(args, checked.data, model, accelerator)
         if checked.record is not None:
             self._resume(checked.resume, checked.record, parts, accelerator, plan, optimizer_name)
         log.info(
@@ -108,7 +131,9 @@ class NetworkTrainer:
             session_id=random.SystemRandom().randint(0, 2**32),
             started_at=started_at,
             version=self.family.version(args.v2, args.v_parameterization),
-            architecture=self.family.architecture(args.v2, args.v_parameterization),
+            architecture=self.family.architecture(args.v2, args.v_parameterization) + self.architecture_suffix,
+            implementation=self.family.implementation[not self.architecture_suffix],
+            resolution=self.family.resolution(args.v2, args.v_parameterization),
             optimizer=optimizer_name,
             optimizer_args=optimizer_args,
             max_steps=plan.max_steps,
@@ -123,24 +148,59 @@ class NetworkTrainer:
 
     # ------------------------------------------------------------------------------------------- before loading
 
+    def complete(self, args: Namespace) -> Namespace:
+        """Give the options with the defaults of those that this script does not have."""
+        return with_defaults(args)
+
+    def _check_family(self, args: Namespace) -> None:
+        if args.v2 and self.family.kind(True) == self.family.kind(False):
+            raise OptionError(f"--v2 is for Stable Diffusion 2.x, not for {self.family.name}. Leave it out")
+        if args.clip_skip and not self.family.layer_of_text:
+            log.warning("--clip_skip has no effect: %s always takes the layer before the last", self.family.name)
+
+    def check_filter(self, args: Namespace) -> None:
+        """Refuse a gradient filter that cannot be read."""
+        try:
+            grad_filter.spec_from_args(args)
+        except grad_filter.GradFilterError as error:
+            raise OptionError(str(error)) from error
+
+    def check_network(self, args: Namespace) -> None:
+        """Refuse network options that cannot be used."""
+        settings.read_trained_parts(args)
+        if (args.cache_text_encoder_outputs or args.cache_text_encoder_outputs_to_disk) and (
+            not args.network_train_unet_only
+        ):
+            raise OptionError(
+                "--cache_text_encoder_outputs needs --network_train_unet_only: text encoders that are trained have to "
+                "be run. Add it, or leave the cache out"
+            )
+        _network_module(args.network_module)
+        arguments = parse_strings(args.network_args, "--network_args")
+        if args.network_module == "networks.lora":
+            from networks.lora_blocks import block_plan, read_network_arguments
+
+            is_sdxl = self.family.kind(args.v2) == "sdxl"
+            block_plan(args.network_dim, args.network_alpha, read_network_arguments(arguments), is_sdxl=is_sdxl)
+
     def _check(self, args: Namespace) -> Checked:
         """Look at everything that can be wrong and is cheap to look at; report all mistakes together."""
-        check_options(args)
+        check_options(args, self.script)
         errors = ErrorCollector()
         precision = settings.read_precision(args)
         found: dict[str, Any] = {"prompts": [], "resume": None, "record": None}
         with errors.check():
             check_precision(precision.mixed, precision.full)
         with errors.check():
-            settings.read_trained_parts(args)
+            self._check_family(args)
         _check_optimizer(args, errors)
         with errors.check():
-            _check_filter(args)
+            self.check_filter(args)
         with errors.check():
-            _check_network(args)
+            self.check_network(args)
         with errors.check():
             found["model_path"] = find_model(args.pretrained_model_name_or_path)
-            self.family.check(found["model_path"], v2=args.v2)
+            self.family.check(found["model_path"], self.family.kind(args.v2))
         if args.sample_prompts:
             with errors.check():
                 found["prompts"] = load_prompts(args.sample_prompts)
@@ -157,10 +217,16 @@ class NetworkTrainer:
             found["data"].check_images()
             if args.cache_latents or args.cache_latents_to_disk:
                 found["data"].check_cacheable()
+            if args.cache_text_encoder_outputs or args.cache_text_encoder_outputs_to_disk:
+                found["data"].check_text_cacheable()
         errors.raise_if_any()
         return Checked(**found)
 
     # ------------------------------------------------------------------------------------------------- the parts
+
+    def base_dtype(self, precision: settings.PrecisionSettings) -> torch.dtype:
+        """Give the dtype that the base model is loaded in."""
+        return DTYPES[precision.mixed]
 
     def _load_model(
         self, args: Namespace, checked: Checked, precision: settings.PrecisionSettings, accelerator: Any
@@ -168,13 +234,13 @@ class NetworkTrainer:
         dtype = DTYPES[precision.mixed]
         model = self.family.load(
             checked.model_path,
-            v2=args.v2,
-            dtype=dtype,
+            self.family.kind(args.v2),
+            dtype=self.base_dtype(precision),
             vae_path=Path(args.vae) if args.vae else None,
             tokenizer_cache=Path(args.tokenizer_cache_dir) if args.tokenizer_cache_dir else None,
+            mapped=not args.disable_mmap_load_safetensors,
         )
-        if precision.no_half_vae:
-            model.vae.float()
+        torch.nn.Module.to(model.vae, torch.float32 if precision.no_half_vae else dtype)
         set_attention(model.unet, precision.attention)
         for module in (model.unet, model.vae, *model.text_encoders):
             module.to(accelerator.device)
@@ -200,7 +266,7 @@ class NetworkTrainer:
             network.merge_to(encoders, model.unet, tensors, dtype, accelerator.device)
             log.info("merged %s into the base model with strength %g", file, multiplier)
 
-    def _create_network(
+    def create_network(
         self, args: Namespace, model: LoadedModel, precision: settings.PrecisionSettings
     ) -> tuple[Any, dict[str, str]]:
         module = _network_module(args.network_module)
@@ -251,20 +317,39 @@ class NetworkTrainer:
             )
         names = _tagged_names(network, groups)
         log.info("prepare optimizer, %d tensors", len(names))
-        name, text, raw_optimizer = get_optimizer(args, groups)
-        scheduler = get_scheduler_fix(args, raw_optimizer, accelerator.num_processes, plan.max_steps)
+        built = self.create_optimizer(args, groups, names, accelerator, plan)
         if args.save_state or args.save_state_on_train_end:
-            state.check_state_can_be_read_back(raw_optimizer)
-        network, optimizer = accelerator.prepare(network, raw_optimizer)
+            state.check_state_can_be_read_back(built.raw_optimizer)
+        parts = TrainedParts(
+            network,
+            list(getattr(network, "stored_modules", [network])),
+            model.text_encoders,
+            model.unet,
+            built.optimizer,
+            built.raw_optimizer,
+            built.scheduler,
+            names,
+            descriptions,
+            built.fused,
+        )
+        for description, group in zip(descriptions, groups):
+            log.info("learning rate of %s: %s", description, group["lr"])
+        return parts, built.name, built.arguments
+
+    def create_optimizer(
+        self, args: Namespace, groups: Sequence[dict[str, Any]], names: Sequence[str], accelerator: Any, plan: RunPlan
+    ) -> OptimizerParts:
+        """Build optimizer and schedule, prepared by accelerate.
+
+        Args:
+            groups: parameter groups with lists of parameters. names: of all their parameters in order.
+        """
+        name, text, raw = get_optimizer(args, groups)
+        scheduler = get_scheduler_fix(args, raw, accelerator.num_processes, plan.max_steps)
+        optimizer = accelerator.prepare(raw)
         if hasattr(scheduler, "state_dict"):
             scheduler = accelerator.prepare(scheduler)
-        network = accelerator.unwrap_model(network)
-        parts = TrainedParts(
-            network, model.text_encoders, model.unet, optimizer, raw_optimizer, scheduler, names, descriptions
-        )
-        for description, group in zip(descriptions, raw_optimizer.param_groups):
-            log.info("learning rate of %s: %s", description, group.get("lr"))
-        return parts, name, text
+        return OptimizerParts(name, text, optimizer, raw, scheduler, None)
 
     def _cache_latents(self, args: Namespace, data: TrainingData, model: LoadedModel, accelerator: Any) -> None:
         vae = model.vae
@@ -289,6 +374,29 @@ class NetworkTrainer:
             shown=accelerator.is_main_process,
         )
 
+    def _cache_text_outputs(self, args: Namespace, data: TrainingData, model: LoadedModel, accelerator: Any) -> None:
+        def encode(captions: list[str]) -> list[torch.Tensor]:
+            ids = self.family.tokenize(model.tokenizers, captions, args.max_token_length)
+            ids = [each.to(accelerator.device) for each in ids]
+            with torch.no_grad(), accelerator.autocast():
+                return self.family.encode_text(model.text_encoders, ids, None)
+
+        files = [model.source] if model.source.is_file() else sorted(model.source.glob("text_encoder*/*.safetensors"))
+        hashes = " ".join(metadata.model_hashes(path)[1] for path in files)
+        data.text_names = self.family.text_outputs
+        cache_text_outputs(
+            data,
+            encode,
+            self.family.text_outputs,
+            batch_size=args.vae_batch_size,
+            to_disk=args.cache_text_encoder_outputs_to_disk,
+            encoders=f"{hashes or model.source.name} {model.text_encoders[0].dtype} {args.max_token_length}",
+            trust_files=args.skip_cache_check,
+            shown=accelerator.is_main_process,
+        )
+        for encoder in model.text_encoders:  # nothing needs them until a preview is drawn
+            encoder.to("cpu")
+
     # ---------------------------------------------------------------------------------------------------- resume
 
     def _resume(
@@ -312,21 +420,23 @@ class NetworkTrainer:
         base = [group.get("initial_lr", group.get("lr")) for group in parts.raw_optimizer.param_groups]
         state.load_state(
             folder,
-            load_weights=lambda tensors: _load_exactly(parts.network, tensors, folder),
+            load_weights=lambda tensors: _load_exactly(parts.stored, tensors, folder),
             optimizer=parts.raw_optimizer,
             scheduler=parts.scheduler if hasattr(parts.scheduler, "state_dict") else None,
             scaler=accelerator.scaler,
             rank=accelerator.process_index,
         )
         _put_rates_in_force(parts, base)
-        put_schedule_in_force(
-            getattr(parts.scheduler, "scheduler", parts.scheduler),
-            (plan.max_steps - record.current_step) * plan.processes,
-        )
+        for scheduler in _raw_schedulers(parts):
+            put_schedule_in_force(scheduler, (plan.max_steps - record.current_step) * plan.processes)
         log.info("resumed from %s", folder)
         state.report_restored(record, plan, grad_filter.handle_of(parts.raw_optimizer) is not None)
 
     # ------------------------------------------------------------------------------------------------------- run
+
+    def model_suffix(self, args: Namespace) -> str:
+        """Give the suffix of model files, empty for folders."""
+        return f".{args.save_model_as}"
 
     def _run(
         self,
@@ -354,7 +464,7 @@ class NetworkTrainer:
             DTYPES[precision.mixed],
         )
         saving = settings.read_saving(args)
-        names = OutputNames(saving.folder, saving.name, saving.format)
+        names = OutputNames(saving.folder, saving.name, self.model_suffix(args))
         saver = RunSaver(args, accelerator, plan, parts, facts, checked.seed, SAVE_DTYPES[saving.precision])
         interval = plan.save_interval_for_ratio(saving.epoch_ratio) if saving.epoch_ratio else saving.every_n_epochs
         output = RunOutput(saving, names, interval, saver.write_model, saver.write_state)
@@ -394,6 +504,7 @@ class NetworkTrainer:
                 persistent_workers=args.persistent_data_loader_workers,
                 max_grad_norm=args.max_grad_norm,
                 scale_weight_norms=args.scale_weight_norms,
+                loss_scalars=self.loss_scalars,
             ),
             losses=checked.record.losses if checked.record else (),
             stop=stop,
@@ -407,11 +518,17 @@ class NetworkTrainer:
         with stop:
             last = loop.run(done, epoch_end_due)
             output.at_end(last)
-        filter_handle = grad_filter.handle_of(parts.raw_optimizer)
-        if filter_handle is not None and accelerator.is_main_process:
-            _draw_filter_pictures(filter_handle, names.pictures())
+        if loop.filters and accelerator.is_main_process:
+            _draw_filter_pictures(loop.filters[0], names.pictures())
         loop.scalars.close()
         log.info("training is finished: %d steps", last.step)
+
+
+class SdxlNetworkTrainer(NetworkTrainer):
+    """Trains a network module on a frozen SDXL."""
+
+    family = SDXL
+    script = "sdxl_train_network"
 
 
 class RunSaver:
@@ -485,7 +602,7 @@ class RunSaver:
             folder,
             lambda: state.save_state(
                 folder,
-                weights=self.parts.network.state_dict(),
+                weights=[module.state_dict() for module in self.parts.stored],
                 optimizer=optimizer,
                 scheduler=scheduler if hasattr(scheduler, "state_dict") else None,
                 scaler=self.accelerator.scaler,
@@ -516,7 +633,7 @@ class RunSaver:
 # --------------------------------------------------------------------------------------------------------- helpers
 
 
-def _log_settings(args: Namespace) -> LogSettings:
+def _log_settings(args: Namespace, tracker_name: str) -> LogSettings:
     hidden = (
         "api_key",
         "token",
@@ -534,7 +651,7 @@ def _log_settings(args: Namespace) -> LogSettings:
     return LogSettings(
         folder=Path(args.logging_dir) if args.logging_dir else None,
         prefix=args.log_prefix or "",
-        tracker_name=args.log_tracker_name or "network_train",
+        tracker_name=args.log_tracker_name or tracker_name,
         config=config,
     )
 
@@ -571,13 +688,6 @@ def _refuse_output_preservation(specs: Sequence[DatasetSpec]) -> None:
                 )
 
 
-def _check_filter(args: Namespace) -> None:
-    try:
-        grad_filter.spec_from_args(args)
-    except grad_filter.GradFilterError as error:
-        raise OptionError(str(error)) from error
-
-
 def _check_optimizer(args: Namespace, errors: ErrorCollector) -> None:
     """Try optimizer and schedule on a few numbers: what is wrong is known before a model is loaded."""
     probe = copy.copy(args)
@@ -588,15 +698,6 @@ def _check_optimizer(args: Namespace, errors: ErrorCollector) -> None:
         optimizer, probe.lr_scheduler = check_optimizer(probe, settings.read_part_rates(args))
     with errors.check():
         check_scheduler(probe, optimizer)
-
-
-def _check_network(args: Namespace) -> None:
-    _network_module(args.network_module)
-    arguments = parse_strings(args.network_args, "--network_args")
-    if args.network_module == "networks.lora":
-        from networks.lora_blocks import block_plan, read_network_arguments
-
-        block_plan(args.network_dim, args.network_alpha, read_network_arguments(arguments), is_sdxl=False)
 
 
 def _network_module(name: str) -> Any:
@@ -639,10 +740,11 @@ def _tagged_names(network: Any, groups: Sequence[dict[str, Any]]) -> list[str]:
     return [by_id[id(param)] for group in groups for param in group["params"]]
 
 
-def _load_exactly(network: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def _load_exactly(modules: Sequence[Any], tensors: Sequence[dict[str, torch.Tensor]], folder: Path) -> None:
     try:
-        network.load_state_dict(tensors)
-    except RuntimeError as error:
+        for module, own in zip(modules, tensors, strict=True):
+            module.load_state_dict(own)
+    except (RuntimeError, ValueError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[1].strip() if len(lines) > 1 else lines[0]
         raise OptionError(
@@ -651,21 +753,29 @@ def _load_exactly(network: Any, tensors: dict[str, torch.Tensor], folder: Path) 
         ) from error
 
 
+def _raw_schedulers(parts: TrainedParts) -> list[Any]:
+    """Give the schedules below accelerate's wrapper, one for each optimizer."""
+    scheduler = getattr(parts.scheduler, "scheduler", parts.scheduler)
+    return getattr(scheduler, "schedulers", [scheduler])
+
+
 def _put_rates_in_force(parts: TrainedParts, base: Sequence[float | None]) -> None:
     """Let the command line's learning rates win over those of the state, with a line where they differ."""
-    scheduler = getattr(parts.scheduler, "scheduler", parts.scheduler)
-    for index, (group, asked) in enumerate(zip(parts.raw_optimizer.param_groups, base)):
+    optimizers = getattr(parts.raw_optimizer, "optimizers", [parts.raw_optimizer])
+    pairs = zip(optimizers, _raw_schedulers(parts))
+    places = [(group, each, index) for raw, each in pairs for index, group in enumerate(raw.param_groups)]
+    for (group, its_scheduler, index), asked in zip(places, base):
         saved = group.get("initial_lr", group.get("lr"))
         if asked is None or saved is None or saved == asked:
             continue
         log.warning(
             "learning rate of %s: %g of the command line is in force, the state was made with %g",
-            parts.descriptions[index],
+            parts.descriptions[min(index, len(parts.descriptions) - 1)],
             asked,
             saved,
         )
         group["lr"] = group["lr"] * (asked / saved) if saved else asked
         if "initial_lr" in group:
             group["initial_lr"] = asked
-        if hasattr(scheduler, "base_lrs"):
-            scheduler.base_lrs[index] = asked
+        if hasattr(its_scheduler, "base_lrs"):
+            its_scheduler.base_lrs[index] = asked

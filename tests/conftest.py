@@ -48,6 +48,14 @@ def tiny_sd2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "sd2", "sd2")
 
 
+@pytest.fixture(scope="session")
+def tiny_sdxl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small SDXL model as a Diffusers folder."""
+    from tools.make_tiny_model import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "sdxl", "sdxl")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
     """Leave out steps where bitsandbytes makes them on a GPU only (before 0.46)."""

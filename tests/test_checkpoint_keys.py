@@ -42,7 +42,7 @@ def test_written_keys_and_shapes_equal_the_checkpoint(v2, fixture):
     from library.checkpoint import single_file_tensors
 
     unet, vae, text = meta_models(v2)
-    written = single_file_tensors(unet.state_dict(), vae.state_dict(), text.state_dict(), v2=v2)
+    written = single_file_tensors("sd2" if v2 else "sd1", unet.state_dict(), vae.state_dict(), [text.state_dict()])
     expected = spec_fixture(fixture)
     expected = expected.get("keys", expected)
     assert {key: list(value.shape) for key, value in written.items()} == {k: list(v) for k, v in expected.items()}

@@ -18,13 +18,16 @@ LEVELS = [
     {"lora_names", "config_file"},
     {"lora_blocks"},
     # from here on torch is at hand
-    {"losses", "noise", "images", "tokenizers", "latent_cache"},
-    {"args", "settings", "optimizers", "state"},
+    {"losses", "noise", "images", "tokenizers", "array_files"},
+    {"latent_cache", "text_cache"},
+    {"args", "settings", "optimizers"},
+    {"state"},
     {"schedulers", "text_encoding", "dataset", "checkpoint", "accelerator"},
-    {"lora", "output", "model_families"},
+    {"lora", "output", "model_families", "fused_steps", "full_model"},
     {"sampling", "batch_loss"},
     {"loop"},
     {"trainer", "old_signatures"},
+    {"model_trainer"},
 ]
 TABLES = {"train_util", "utils", "custom_train_functions", "model_util", "deepspeed_utils", "sai_model_spec"}
 FREE_OF_TORCH = LEVELS[0] | LEVELS[1] | LEVELS[2] | LEVELS[3] | LEVELS[4]

@@ -15,7 +15,7 @@ from library.settings import SaveSettings
 
 @pytest.mark.parametrize("name,words", [("n", ("n", "n", "n")), (None, ("last", "epoch", "at"))])
 def test_names(name, words):
-    names = OutputNames(Path("d"), name, "safetensors")
+    names = OutputNames(Path("d"), name, ".safetensors")
     final, epoch, step = words
     assert names.final_model() == Path(f"d/{final}.safetensors")
     assert names.epoch_model(3) == Path(f"d/{epoch}-000003.safetensors")
@@ -59,7 +59,7 @@ def test_what_is_left_after_a_run_with_keep_rules(keep_steps, keep_epochs, tmp_p
         events.append(path.name)
 
     saving = settings(every_n_steps=2, every_n_epochs=1, keep_last_steps=keep_steps, keep_last_epochs=keep_epochs)
-    output = RunOutput(saving, OutputNames(tmp_path, "t", "bin"), 1, write, write)
+    output = RunOutput(saving, OutputNames(tmp_path, "t", ".bin"), 1, write, write)
     for step in range(1, 21):
         update = plan.update(step)
         output.after_step(update)

@@ -237,10 +237,10 @@ def test_prompts_of_old_names(tmp_path):
 
 
 def test_models_of_old_names(tiny_sd1_folder, tmp_path):
-    from library.checkpoint import load_sd_model, save_single_file
+    from library.checkpoint import load_model, save_single_file
 
-    model = load_sd_model(tiny_sd1_folder, v2=False, dtype=torch.float32)
-    save_single_file(tmp_path / "m.safetensors", model, v2=False)
+    model = load_model(tiny_sd1_folder, "sd1", dtype=torch.float32)
+    save_single_file(tmp_path / "m.safetensors", model, "sd1")
     util = table("model_util")
     encoder, vae, unet = util.load_models_from_stable_diffusion_checkpoint(False, str(tmp_path / "m.safetensors"))
     assert torch.equal(next(unet.parameters()), next(model.unet.parameters()))

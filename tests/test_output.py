@@ -30,7 +30,7 @@ class Disk:
 
     def __init__(self, folder: Path, fails_at: str = "", **rules):
         settings = SaveSettings(folder, "t", "safetensors", None, **{**NOTHING, **rules})
-        names = OutputNames(folder, "t", "safetensors")
+        names = OutputNames(folder, "t", ".safetensors")
         self.folder, self.fails_at = folder, fails_at
         self.output = RunOutput(settings, names, settings.every_n_epochs, self.model, self.state)
 

@@ -109,7 +109,7 @@ WRITES = {"write_text", "write_bytes", "save_file", "savez", "save"}
 WRITERS = {
     "library/files.py": "the writer",
     "library/state.py": "into new_folder",
-    "library/latent_cache.py": "through write_file",
+    "library/array_files.py": "through write_file",
     "library/checkpoint.py": "through write_file",
     "library/sampling.py": "through write_file",
     "networks/lora.py": "through write_file",

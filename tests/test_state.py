@@ -44,7 +44,7 @@ class Run:
     def save(self, folder: Path) -> None:
         save_state(
             folder,
-            weights=self.layer.state_dict(),
+            weights=[self.layer.state_dict()],
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             scaler=None,
@@ -55,7 +55,7 @@ class Run:
     def load(self, folder: Path) -> None:
         load_state(
             folder,
-            load_weights=self.layer.load_state_dict,
+            load_weights=lambda weights: self.layer.load_state_dict(weights[0]),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             scaler=None,

@@ -41,7 +41,7 @@ def write_state(target: Path, seed: int) -> None:
     optimizer.step()
     state.save_state(
         target,
-        weights=weights,
+        weights=[weights],
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
         scaler=None,

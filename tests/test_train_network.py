@@ -164,12 +164,12 @@ def test_gradient_checkpointing_changes_nothing(options, tmp_path):
 
 @pytest.mark.parametrize("source", ["folder", "file", "ckpt"])
 def test_sd2_trains_from_every_source(source, tiny_sd2_folder, data, tmp_path):
-    from library.checkpoint import load_sd_model, save_single_file
+    from library.checkpoint import load_model, save_single_file
 
     path = tiny_sd2_folder
     if source != "folder":
         path = tmp_path / "m.safetensors"
-        save_single_file(path, load_sd_model(tiny_sd2_folder, v2=True, dtype=torch.float32), v2=True)
+        save_single_file(path, load_model(tiny_sd2_folder, "sd2", dtype=torch.float32), "sd2")
     if source == "ckpt":
         torch.save({"state_dict": load_file(path)}, tmp_path / "m.ckpt")
         path = tmp_path / "m.ckpt"
@@ -319,7 +319,7 @@ def test_a_bad_gradient_stops_a_bare_run_and_is_left_out_by_a_filter(
 
     from library.trainer import NetworkTrainer
 
-    networks, backward, create = [], Accelerator.backward, NetworkTrainer._create_network
+    networks, backward, create = [], Accelerator.backward, NetworkTrainer.create_network
 
     def remember(self, *args):
         result = create(self, *args)
@@ -330,7 +330,7 @@ def test_a_bad_gradient_stops_a_bare_run_and_is_left_out_by_a_filter(
         backward(self, loss, **kwargs)
         networks[-1].unet_loras[0].lora_up.weight.grad.view(-1)[0] = float("inf")
 
-    monkeypatch.setattr(NetworkTrainer, "_create_network", remember)
+    monkeypatch.setattr(NetworkTrainer, "create_network", remember)
     monkeypatch.setattr(Accelerator, "backward", poison)
     run = {
         **options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Iterator
@@ -53,15 +54,14 @@ def arguments(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def train(**options: Any) -> None:
-    """Run train_network.py's own main in this process."""
+def train(script: str = "train_network", **options: Any) -> None:
+    """Run a script's own main in this process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    import train_network
 
     for shared in (AcceleratorState, GradientState, PartialState):  # one process of accelerate's is one run
         shared._reset_state()
-    train_network.main(arguments({**RUN_OPTIONS, **options}))
+    known = RUN_OPTIONS if script.endswith("network") else {**RUN_OPTIONS, "network_module": None, "network_dim": None}
+    importlib.import_module(script).main(arguments({**known, **options}))
 
 
 # ---------------------------------------------------------------------------------------------------- comparison
@@ -107,7 +107,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Read everything a state folder holds, without the record's own file hashes."""
     from safetensors.torch import load_file
 
-    content: dict[str, Any] = {"model": load_file(folder / "model.safetensors")}
+    content: dict[str, Any] = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
     for path in folder.glob("*.bin"):
         content[path.name] = torch.load(path, weights_only=True)
     for path in folder.glob("*.json"):

@@ -1,0 +1,225 @@
+"""Runs that train a base model itself, U-Net and text encoders: the one trainer, told that the model is the network."""
+
+from __future__ import annotations
+
+import functools
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from library import grad_filter, settings
+from library.accelerator import DTYPES
+from library.args import with_defaults
+from library.checkpoint import LoadedModel
+from library.errors import ErrorCollector, OptionError
+from library.full_model import FullModel
+from library.fused_steps import (
+    FusedSteps,
+    OptimizerList,
+    SchedulerList,
+    split_groups,
+    unit_of_optimizer,
+    units_of_parameters,
+)
+from library.loop import LossScalars
+from library.model_configs import NOISE_SCHEDULE
+from library.model_families import SD, SDXL, ModelFamily
+from library.optimizers import find_optimizer, get_optimizer
+from library.run_plan import RunPlan
+from library.schedulers import get_scheduler_fix
+from library.trainer import NetworkTrainer, OptimizerParts
+
+FORMATS = {"diffusers": "", "diffusers_safetensors": "", "ckpt": ".ckpt", "safetensors": ".safetensors"}
+
+
+class ModelTrainer(NetworkTrainer):
+    """Trains SDXL itself."""
+
+    family = SDXL
+    script = "sdxl_train"
+    architecture_suffix = ""
+    tracker_name = "finetuning"
+    loss_scalars = LossScalars(None, "loss", "loss/epoch")
+
+    # ------------------------------------------------------------------------------------------- before loading
+
+    def text_encoder_rates(self, args: Namespace) -> list[float]:
+        """Give the learning rate of each text encoder, 0 where it is not trained."""
+        own = (args.learning_rate_te1, args.learning_rate_te2)
+        return [args.learning_rate if rate is None else rate for rate in own] if args.train_text_encoder else [0.0, 0.0]
+
+    def complete(self, args: Namespace) -> Namespace:
+        """Say with the options of a network what is trained."""
+        full = with_defaults(args)
+        full.text_encoder_lr = self.text_encoder_rates(full)
+        full.unet_lr = full.learning_rate
+        full.network_train_unet_only = not any(full.text_encoder_lr)
+        full.network_train_text_encoder_only = not full.learning_rate and not full.block_lr
+        return full
+
+    def check_filter(self, args: Namespace) -> None:
+        super().check_filter(args)
+        spec = grad_filter.spec_from_args(args)
+        if spec is None or not args.fused_backward_pass:
+            return
+        try:
+            grad_filter.attach(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0), spec, in_backward=True)
+        except grad_filter.GradFilterError as error:
+            raise OptionError(str(error)) from error
+
+    def check_network(self, args: Namespace) -> None:
+        errors = ErrorCollector()
+        if args.network_train_unet_only and args.network_train_text_encoder_only:
+            errors.messages.append("--learning_rate 0 and no trained text encoder leave nothing to train")
+        for check in (self._check_block_rates, _check_fused, _check_text_cache, self._check_target):
+            with errors.check():
+                check(args)
+        errors.raise_if_any()
+
+    def _check_block_rates(self, args: Namespace) -> None:
+        self._block_rates(args)
+
+    def _block_rates(self, args: Namespace) -> list[float] | None:
+        if not args.block_lr:
+            return None
+        wanted = self.family.lr_blocks
+        try:
+            rates = [float(item) for item in str(args.block_lr).split(",")]
+        except ValueError as error:
+            raise OptionError(f"--block_lr: {error}. Give {wanted} rates joined by commas") from error
+        if len(rates) != wanted or any(not rate >= 0 for rate in rates):
+            raise OptionError(f"--block_lr: {wanted} rates of at least 0 are needed, got {len(rates)}")
+        return rates
+
+    def _check_target(self, args: Namespace) -> None:
+        source = Path(args.pretrained_model_name_or_path or "")
+        target = Path(args.output_dir or "") / f"{args.output_name or 'last'}{self.model_suffix(args)}"
+        if source.exists() and target.resolve() == source.resolve():
+            raise OptionError(f"--output_name: the result would replace the base model {source}. Use another name")
+
+    def model_suffix(self, args: Namespace) -> str:
+        """Give the suffix of the format asked for, or of what was loaded."""
+        if args.save_model_as:
+            return FORMATS[args.save_model_as]
+        source = Path(args.pretrained_model_name_or_path or "")
+        if not source.is_file():
+            return ""
+        return ".safetensors" if args.use_safetensors or source.suffix == ".safetensors" else ".ckpt"
+
+    # ------------------------------------------------------------------------------------------------- the parts
+
+    def base_dtype(self, precision: settings.PrecisionSettings) -> torch.dtype:
+        return DTYPES[precision.full] if precision.full else torch.float32
+
+    def create_network(
+        self, args: Namespace, model: LoadedModel, precision: settings.PrecisionSettings
+    ) -> tuple[FullModel, dict[str, str]]:
+        network = FullModel(
+            model,
+            self.family.kind(args.v2),
+            dtype=self.base_dtype(precision),
+            frozen_dtype=DTYPES[precision.mixed],
+            trains_unet=not args.network_train_text_encoder_only,
+            trained_encoders=[bool(rate) for rate in args.text_encoder_lr],
+            idle=self.family.idle_parameters(model.text_encoders),
+            block_rates=self._block_rates(args),
+            block_of=self.family.block_of,
+            pipeline=functools.partial(_pipeline_for_saving, self.family, model),
+            safetensors=args.save_model_as != "diffusers",
+        )
+        return network, {}
+
+    def create_optimizer(
+        self, args: Namespace, groups: Sequence[dict[str, Any]], names: Sequence[str], accelerator: Any, plan: RunPlan
+    ) -> OptimizerParts:
+        if not (args.fused_backward_pass or args.fused_optimizer_groups):
+            return super().create_optimizer(args, groups, names, accelerator, plan)
+        by_id = {id(p): name for name, p in zip(names, (p for group in groups for p in group["params"]))}
+        if args.fused_optimizer_groups:
+            built = [get_optimizer(args, [group]) for group in split_groups(groups, args.fused_optimizer_groups)]
+            optimizers = [optimizer for _, _, optimizer in built]
+            units = [unit_of_optimizer(each) for each in optimizers]
+            raw: Any = OptimizerList(optimizers)
+        else:
+            built = [get_optimizer(args, groups)]
+            optimizers = [built[0][2]]
+            units = units_of_parameters(optimizers[0])
+            raw = optimizers[0]
+        schedulers = [
+            get_scheduler_fix(args, optimizer, accelerator.num_processes, plan.max_steps) for optimizer in optimizers
+        ]
+        fused = FusedSteps(units, by_id, args.max_grad_norm)
+        scheduler = SchedulerList(schedulers, accelerator.num_processes)
+        return OptimizerParts(built[0][0], built[0][1], raw, raw, scheduler, fused)
+
+
+def _pipeline_for_saving(family: ModelFamily, model: LoadedModel) -> Any:
+    """Give a pipeline with the scheduler of the folder the model came from, or that of the original model."""
+    import diffusers
+
+    config = model.source / "scheduler" / "scheduler_config.json"
+    if config.is_file():
+        name = json.loads(config.read_text(encoding="utf-8"))["_class_name"]
+        scheduler = getattr(diffusers, name).from_pretrained(config.parent, local_files_only=True)
+    else:
+        settings_of_original = {"clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
+        scheduler = diffusers.DDIMScheduler(**NOISE_SCHEDULE, **settings_of_original)
+    return family.pipeline(model, scheduler)
+
+
+def _check_fused(args: Namespace) -> None:
+    switches = {"fused_backward_pass": args.fused_backward_pass, "fused_optimizer_groups": args.fused_optimizer_groups}
+    given = [f"--{name}" for name, value in switches.items() if value]
+    if not given:
+        return
+    if len(given) == 2:
+        raise OptionError("--fused_backward_pass and --fused_optimizer_groups together: give one of them")
+    if args.mixed_precision == "fp16":
+        raise OptionError(f"{given[0]} does not go with --mixed_precision fp16, whose steps may be left out. Use bf16")
+    if args.fused_backward_pass:
+        if find_optimizer(args.optimizer_type).name != "Adafactor":
+            raise OptionError(
+                "--fused_backward_pass works with --optimizer_type Adafactor only. Use it, or leave it out"
+            )
+        if args.gradient_accumulation_steps > 1:
+            raise OptionError("--fused_backward_pass keeps no gradients. Use --gradient_accumulation_steps 1")
+    elif args.fused_optimizer_groups < 1:
+        raise OptionError("--fused_optimizer_groups: at least 1 group is needed. Example: --fused_optimizer_groups 10")
+
+
+def _check_text_cache(args: Namespace) -> None:
+    cached = args.cache_text_encoder_outputs or args.cache_text_encoder_outputs_to_disk
+    if cached and any(args.text_encoder_lr):
+        raise OptionError("--cache_text_encoder_outputs does not go with --train_text_encoder. Leave one of them out")
+
+
+class SdModelTrainer(ModelTrainer):
+    """Trains Stable Diffusion 1.x or 2.x itself; DreamBooth folders train the text encoder too unless told not to."""
+
+    family = SD
+    script = "train_db"
+
+    def text_encoder_rates(self, args: Namespace) -> list[float]:
+        wanted = args.train_text_encoder or self.script == "train_db"
+        if args.stop_text_encoder_training is not None and args.stop_text_encoder_training <= 0:
+            wanted = False
+        rate = args.learning_rate if args.learning_rate_te is None else args.learning_rate_te
+        return [rate if wanted else 0.0]
+
+    def check_network(self, args: Namespace) -> None:
+        super().check_network(args)
+        if (args.stop_text_encoder_training or 0) > 0:
+            raise OptionError(
+                "--stop_text_encoder_training: stopping in the middle is not supported. Use -1 to leave the text "
+                "encoder as it is, or leave it out to train it all the time"
+            )
+
+
+class FineTuningTrainer(SdModelTrainer):
+    """Trains Stable Diffusion 1.x or 2.x itself on images with a metadata file."""
+
+    script = "fine_tune"
