@@ -127,8 +127,19 @@ def script_parser(name: str) -> ArgumentParser:
 
 
 def with_defaults(args: Namespace) -> Namespace:
-    """Give a copy in which every option of every script has a value, so that one trainer serves all of them."""
-    return Namespace(**{**{row.name: False if row.kind is bool else row.default for row in ROWS}, **vars(args)})
+    """Give a copy in which every option of every script has a value, so that one trainer serves all of them.
+
+    Namespaces that other programs fill by hand come here too: one value stands for a list of one, a text for its words.
+    """
+    full = Namespace(**{**{row.name: False if row.kind is bool else row.default for row in ROWS}, **vars(args)})
+    for row in ROWS:
+        value = getattr(full, row.name)
+        if row.nargs and value is not None and not isinstance(value, (list, tuple)):
+            words = value.split() if isinstance(value, str) else [value]
+            setattr(full, row.name, [row.kind(word) for word in words])
+    for name in grad_filter.SETTINGS:
+        setattr(full, name, getattr(args, name, None))
+    return full
 
 
 # ---------------------------------------------------------------------------------------------------------- checks

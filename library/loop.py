@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from library import grad_filter
-from library.accelerator import ScalarLog
 from library.batch_loss import BatchResult
 from library.dataset import BatchKey, TrainingData, batch_loader
 from library.errors import RunStopped
@@ -51,12 +50,22 @@ class TrainedParts:
 
 
 @dataclass(frozen=True)
-class LossScalars:
-    """Names that losses are logged under: of the last batch (None leaves it out), their mean, and that of an epoch."""
+class LoopSteps:
+    """Steps of the loop that the trainer, or who subclasses it, decides.
 
-    batch: str | None
-    mean: str
-    epoch: str
+    Attributes:
+        loss_of_batch: forward pass of one batch. reduce_gradients: makes the network's gradients means over processes.
+        draw_samples: called with (epoch or None, step) when previews may be due.
+        report_step: called with (update, loss of the last batch, mean loss, weight norms, rates used and scalars of
+            filters).
+        report_epoch: called with (update, mean loss).
+    """
+
+    loss_of_batch: Callable[[dict[str, Any]], BatchResult]
+    reduce_gradients: Callable[[Any], None]
+    draw_samples: Callable[[int | None, int], None]
+    report_step: Callable[[Update, float, float, dict[str, float], dict[str, float]], None]
+    report_epoch: Callable[[Update, float], None]
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,6 @@ class LoopSettings:
     persistent_workers: bool
     max_grad_norm: float
     scale_weight_norms: float | None
-    loss_scalars: LossScalars
 
 
 class TrainingLoop:
@@ -78,10 +86,8 @@ class TrainingLoop:
         plan: how batches, updates and epochs relate.
         data: ready batches.
         parts: what is trained and by what.
-        loss_of_batch: forward pass of one batch.
+        steps: what the trainer decides.
         output: writes models and states when they are due.
-        draw_samples: called with (epoch or None, step) when previews may be due.
-        scalars: where scalars go.
         settings: plain values.
         losses: loss of each position in the epoch, from an earlier process.
         stop: tells that the process was asked to end.
@@ -93,10 +99,8 @@ class TrainingLoop:
         plan: RunPlan,
         data: TrainingData,
         parts: TrainedParts,
-        loss_of_batch: Callable[[dict[str, Any]], BatchResult],
+        steps: LoopSteps,
         output: RunOutput,
-        draw_samples: Callable[[int | None, int], None],
-        scalars: ScalarLog,
         settings: LoopSettings,
         losses: Sequence[float] = (),
         stop: StopRequest | None = None,
@@ -105,10 +109,8 @@ class TrainingLoop:
         self.plan = plan
         self.data = data
         self.parts = parts
-        self.loss_of_batch = loss_of_batch
+        self.steps = steps
         self.output = output
-        self.draw_samples = draw_samples
-        self.scalars = scalars
         self.settings = settings
         self.average = LossAverage(losses)
         self.stop = stop or StopRequest()
@@ -184,7 +186,7 @@ class TrainingLoop:
         self.progress.step(self.average.mean, norms)
         self._log_update(update, results, norms)
         self.output.after_step(update)
-        self.draw_samples(None, update.step)
+        self.steps.draw_samples(None, update.step)
         if update.ends_epoch or update.step == self.plan.max_steps:
             self._end_epoch(update)
 
@@ -193,7 +195,7 @@ class TrainingLoop:
         batch = next(self.batches)
         if hasattr(parts.network, "on_step_start"):
             parts.network.on_step_start(parts.text_encoders, parts.unet)
-        result = self.loss_of_batch(batch)
+        result = self.steps.loss_of_batch(batch)
         value = float(result.loss.detach())
         if not torch.isfinite(result.loss.detach()):
             raise RunStopped(
@@ -230,9 +232,7 @@ class TrainingLoop:
             return
         trained = list(parts.network.get_trainable_params())
         if self.plan.processes > 1:
-            for param in trained:
-                if param.grad is not None:
-                    param.grad = self.accelerator.reduce(param.grad, reduction="mean")
+            self.steps.reduce_gradients(parts.network)
         if self.settings.max_grad_norm:
             self.accelerator.clip_grad_norm_(trained, self.settings.max_grad_norm)
         if not self.filters and self.accelerator.scaler is None:
@@ -267,20 +267,13 @@ class TrainingLoop:
     # ---------------------------------------------------------------------------------------------- logs and files
 
     def _log_update(self, update: Update, results: list[BatchResult], norms: dict[str, float]) -> None:
-        names = self.settings.loss_scalars
-        scalars = {names.batch: float(results[-1].loss)} if names.batch else {}
-        scalars[names.mean] = self.average.mean
-        scalars |= self.rates
-        if norms:
-            scalars["max_norm/keys_scaled"] = norms["Keys Scaled"]
-            scalars["norm/avg_key_norm"] = norms["Average key norm"]
-            scalars["max_norm/max_key_norm"] = norms["max_key_norm"]
+        scalars = dict(self.rates)
         for number, handle in enumerate(self.filters):
             suffix = f"/optimizer{number}" if len(self.filters) > 1 else ""
             scalars |= {f"{name}{suffix}": value for name, value in handle.scalars().items()}
-        self.scalars.write(scalars, update.step)
+        self.steps.report_step(update, float(results[-1].loss), self.average.mean, norms, scalars)
 
     def _end_epoch(self, update: Update) -> None:
-        self.scalars.write({self.settings.loss_scalars.epoch: self.average.mean}, update.epoch)
+        self.steps.report_epoch(update, self.average.mean)
         self.output.after_epoch(update, is_last=update.step == self.plan.max_steps)
-        self.draw_samples(update.epoch, update.step)
+        self.steps.draw_samples(update.epoch, update.step)

@@ -25,13 +25,13 @@ from library.fused_steps import (
     unit_of_optimizer,
     units_of_parameters,
 )
-from library.loop import LossScalars
 from library.model_configs import NOISE_SCHEDULE
 from library.model_families import SD, SDXL, ModelFamily
 from library.optimizers import find_optimizer, get_optimizer
 from library.run_plan import RunPlan
 from library.schedulers import get_scheduler_fix
 from library.trainer import NetworkTrainer, OptimizerParts
+from library.trainer_hooks import LossScalars
 
 FORMATS = {"diffusers": "", "diffusers_safetensors": "", "ckpt": ".ckpt", "safetensors": ".safetensors"}
 
@@ -116,7 +116,7 @@ class ModelTrainer(NetworkTrainer):
         return DTYPES[precision.full] if precision.full else torch.float32
 
     def create_network(
-        self, args: Namespace, model: LoadedModel, precision: settings.PrecisionSettings
+        self, args: Namespace, model: LoadedModel, precision: settings.PrecisionSettings, accelerator: Any
     ) -> tuple[FullModel, dict[str, str]]:
         network = FullModel(
             model,

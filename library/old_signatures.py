@@ -7,6 +7,8 @@ nothing of ours calls them. ``args`` is a namespace of parsed options, a schedul
 from __future__ import annotations
 
 import json
+import math
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,24 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from library import buckets, checkpoint, losses, metadata, noise, settings
+from library import buckets, checkpoint, checkpoint_keys, losses, metadata, noise, settings
 from library.accelerator import DTYPES, LogSettings, build_accelerator
 from library.batch_loss import loss_mask
 from library.config_util import build_specs, readable_suffixes, subsets_of_folders
-from library.model_families import SD, set_attention
+from library.errors import OptionError
+from library.model_families import SD, SDXL, set_attention
 from library.naming import OutputNames, epoch_to_remove, step_to_remove
 from library.progress import LossAverage
 from library.sampling import SamplePrompt, line_to_prompt
 from library.sampling import load_prompts as read_prompts
 
 HIGH_VRAM = False
+VAE_SCALE_FACTOR = SDXL.latent_scale
+MODEL_VERSION_SDXL_BASE_V1_0 = "sdxl_base_v1-0"
 IMAGE_EXTENSIONS = sorted(readable_suffixes())
-SS_METADATA_KEY_V2 = "ss_v2"
-SS_METADATA_KEY_BASE_MODEL_VERSION = "ss_base_model_version"
-SS_METADATA_KEY_NETWORK_MODULE = "ss_network_module"
-SS_METADATA_KEY_NETWORK_DIM = "ss_network_dim"
-SS_METADATA_KEY_NETWORK_ALPHA = "ss_network_alpha"
-SS_METADATA_KEY_NETWORK_ARGS = "ss_network_args"
+# SS_METADATA_KEY_V2 and the like
+globals().update({f"SS_METADATA_KEY_{key.removeprefix('ss_').upper()}": key for key in metadata.MINIMUM_KEYS})
 
 # ---------------------------------------------------------------------------------------------------------- set-up
 
@@ -286,17 +287,47 @@ def build_minimum_network_metadata(
     network_args: Mapping[str, Any] | None,
 ) -> dict[str, str]:
     entries = {
-        SS_METADATA_KEY_NETWORK_MODULE: network_module,
-        SS_METADATA_KEY_NETWORK_DIM: network_dim,
-        SS_METADATA_KEY_NETWORK_ALPHA: network_alpha,
+        "ss_network_module": network_module,
+        "ss_network_dim": network_dim,
+        "ss_network_alpha": network_alpha,
     }
     if v2 is not None:
-        entries[SS_METADATA_KEY_V2] = str(v2)
+        entries["ss_v2"] = str(v2)
     if base_model is not None:
-        entries[SS_METADATA_KEY_BASE_MODEL_VERSION] = base_model
+        entries["ss_base_model_version"] = base_model
     if network_args is not None:
-        entries[SS_METADATA_KEY_NETWORK_ARGS] = json.dumps(network_args)
+        entries["ss_network_args"] = json.dumps(network_args)
     return entries
+
+
+def get_sai_model_spec(
+    state_dict: Mapping[str, Any] | None,
+    args: Namespace,
+    sdxl: bool,
+    lora: bool,
+    textual_inversion: bool,
+    is_stable_diffusion_ckpt: bool | None = None,
+    **others: Any,
+) -> dict[str, str]:
+    """Give the modelspec entries of a file of this run's options."""
+    family, suffix = (SDXL if sdxl else SD), "/lora" if lora else "/textual-inversion" if textual_inversion else ""
+    architecture = family.architecture(args.v2, args.v_parameterization) + suffix
+    facts = metadata.RunFacts(
+        session_id=0,
+        started_at=time.time(),
+        version=family.version(args.v2, args.v_parameterization),
+        architecture=architecture,
+        implementation=family.implementation[bool(is_stable_diffusion_ckpt)],
+        resolution=family.resolution(args.v2, args.v_parameterization),
+        optimizer="",
+        optimizer_args="",
+        max_steps=0,
+        epochs=0,
+        batches_per_epoch=0,
+        seed=0,
+        network_args={},
+    )
+    return metadata.modelspec(args, facts)
 
 
 # --------------------------------------------------------------------------------------------------------- models
@@ -385,3 +416,74 @@ def generate_dreambooth_subsets_config_by_subdirs(
 ) -> list[dict[str, Any]]:
     """Describe the ``N_name`` folders below two parents as subsets of a data set file."""
     return subsets_of_folders(train_data_dir, reg_data_dir) if train_data_dir else []
+
+
+# ------------------------------------------------------------------------------------------------------------ SDXL
+
+
+def verify_sdxl_training_args(args: Namespace, support_text_encoder_caching: bool = True) -> None:
+    """Refuse and change, in place, what SDXL training needs otherwise.
+
+    Raises:
+        OptionError: ``--v2``.
+    """
+    if args.v2:
+        raise OptionError("--v2 is for Stable Diffusion 2.x, not for SDXL. Leave it out")
+    if support_text_encoder_caching and args.cache_text_encoder_outputs_to_disk:
+        args.cache_text_encoder_outputs = True
+
+
+def load_sdxl_target_model(
+    args: Namespace, accelerator: Any, model_version: str, weight_dtype: torch.dtype
+) -> tuple[bool, Any, Any, Any, Any, Tensor | None, None]:
+    """Give (whether it is a single file, encoder 1, encoder 2, VAE, U-Net, logit scale, None)."""
+    path = checkpoint.find_model(args.pretrained_model_name_or_path)
+    parts = load_models_from_sdxl_checkpoint(model_version, str(path), accelerator.device, weight_dtype)
+    vae = checkpoint.load_vae(Path(args.vae), weight_dtype, "sdxl").to(accelerator.device) if args.vae else parts[2]
+    return path.is_file(), parts[0], parts[1], vae, parts[3], parts[4], None
+
+
+def load_models_from_sdxl_checkpoint(
+    model_version: str,
+    ckpt_path: str,
+    map_location: Any,
+    dtype: torch.dtype | None = None,
+    disable_mmap: bool = False,
+) -> tuple[Any, Any, Any, Any, Tensor | None, None]:
+    """Give (encoder 1, encoder 2, VAE, U-Net, logit scale, None)."""
+    model = checkpoint.load_model(Path(ckpt_path), "sdxl", dtype=dtype or torch.float32, mapped=not disable_mmap)
+    first, second = (encoder.to(map_location) for encoder in model.text_encoders)
+    scale = model.carried.get(checkpoint_keys.LOGIT_SCALE)
+    return first, second, model.vae.to(map_location), model.unet.to(map_location), scale, None
+
+
+def get_timestep_embedding(x: Tensor, outdim: int) -> Tensor:
+    """Give cosines and sines of each number, (B, n) -> (B, n * outdim)."""
+    half = outdim // 2
+    rates = torch.exp(torch.arange(half, dtype=torch.float32, device=x.device) * (-math.log(10000.0) / half))
+    angles = x.float().reshape(-1, 1) * rates
+    return torch.cat([angles.cos(), angles.sin()], dim=1).reshape(len(x), -1)
+
+
+def get_size_embeddings(orig_size: Tensor, crop_size: Tensor, target_size: Tensor, device: Any) -> Tensor:
+    """Give what SDXL's U-Net is told of sizes, three times (B, 2) -> (B, 1536)."""
+    return torch.cat([get_timestep_embedding(each, 256) for each in (orig_size, crop_size, target_size)], dim=1).to(
+        device
+    )
+
+
+def make_unet_conversion_map() -> dict[str, str]:
+    """Give {prefix in files: Diffusers prefix} of SDXL's U-Net."""
+    return checkpoint_keys.inverted(checkpoint_keys.unet_table(3, 2, {0, 1}))
+
+
+def _renamed(tensors: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
+    return {checkpoint_keys.translate(key, table) or key: value for key, value in tensors.items()}
+
+
+def convert_diffusers_unet_state_dict_to_sdxl(du_sd: Mapping[str, Any]) -> dict[str, Any]:
+    return _renamed(du_sd, checkpoint_keys.unet_table_of_diffusers(du_sd))
+
+
+def convert_sdxl_unet_state_dict_to_diffusers(sd: Mapping[str, Any]) -> dict[str, Any]:
+    return _renamed(sd, checkpoint_keys.inverted(checkpoint_keys.unet_table_of_file(sd)))

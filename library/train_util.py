@@ -58,6 +58,7 @@ NAMES: dict[str, str | tuple[str, str]] = {
     "calculate_sha256": OLD,
     "load_metadata_from_safetensors": OLD,
     "build_minimum_network_metadata": OLD,
+    "get_sai_model_spec": OLD,
     "get_git_revision_hash": ("library.metadata", "revision"),
     "SS_METADATA_MINIMUM_KEYS": ("library.metadata", "MINIMUM_KEYS"),
     "SS_METADATA_KEY_V2": OLD,

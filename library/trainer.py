@@ -9,17 +9,24 @@ import logging
 import random
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from library import grad_filter, metadata, settings, state
-from library.accelerator import DTYPES, LogSettings, ScalarLog, build_accelerator, check_precision
+from library.accelerator import (
+    DTYPES,
+    LogSettings,
+    ScalarLog,
+    allow_half_gradients,
+    build_accelerator,
+    check_precision,
+)
 from library.args import check_options, with_defaults
-from library.batch_loss import BatchLoss, TextSettings
+from library.batch_loss import BatchResult
 from library.checkpoint import LoadedModel, find_model
 from library.config_util import DatasetSpec, load_dataset_specs
 from library.dataset import TrainingData, dataset_metadata
@@ -27,11 +34,10 @@ from library.errors import ErrorCollector, OptionError, RunStopped
 from library.fused_steps import FusedSteps
 from library.key_values import as_items, parse_strings
 from library.latent_cache import cache_latents
-from library.loop import LoopSettings, LossScalars, TrainedParts, TrainingLoop
+from library.loop import LoopSettings, LoopSteps, TrainedParts, TrainingLoop
 from library.losses import first_non_finite
-from library.model_families import SD, SDXL, ModelFamily, set_attention
+from library.model_families import SD, SDXL, ModelFamily
 from library.naming import OutputNames
-from library.noise import noise_schedule
 from library.optimizers import check_optimizer, evaluation_weights, get_optimizer
 from library.output import RunOutput
 from library.run_plan import RunPlan, Update, initial_step
@@ -39,6 +45,7 @@ from library.sampling import SamplePrompt, generate_samples, load_prompts
 from library.schedulers import check_scheduler, get_scheduler_fix, put_schedule_in_force
 from library.signals import StopRequest
 from library.text_cache import cache_text_outputs
+from library.trainer_hooks import TrainerHooks
 
 log = logging.getLogger(__name__)
 
@@ -69,20 +76,18 @@ class OptimizerParts:
     fused: FusedSteps | None
 
 
-class NetworkTrainer:
+class NetworkTrainer(TrainerHooks):
     """Trains a network module on a frozen base model.
 
     Attributes:
         family: the kind of base model; a subclass names another one. script: key of the table of command lines.
         architecture_suffix: behind the modelspec name of the base model. tracker_name: last level of the log folder.
-        loss_scalars: names that the losses are logged under.
     """
 
     family: ModelFamily = SD
     script = "train_network"
     architecture_suffix = "/lora"
     tracker_name = "network_train"
-    loss_scalars = LossScalars("loss/current", "loss/average", "loss/epoch_average")
 
     def train(self, args: Namespace) -> None:
         """Run everything that the options ask for.
@@ -102,6 +107,8 @@ class NetworkTrainer:
             ddp_gradient_as_bucket_view=args.ddp_gradient_as_bucket_view,
             ddp_static_graph=args.ddp_static_graph,
         )
+        if precision.full == "fp16":
+            allow_half_gradients(accelerator)
         _seed_everything(checked.seed)
         length = settings.read_length(args)
         plan = RunPlan.from_limits(
@@ -112,15 +119,15 @@ class NetworkTrainer:
         done, source = initial_step(plan, resumed, length.initial_step, length.initial_epoch)
 
         model = self._load_model(args, checked, precision, accelerator)
-        checked.data.tokenize = functools.partial(
-            self.family.tokenize, model.tokenizers, max_token_length=args.max_token_length
-        )
-        network, network_args = self.create_network(args, model, precision)
+        checked.data.tokenize = self.get_tokenize_strategy(args).tokenize
+        network, network_args = self.create_network(args, model, precision, accelerator)
         parts, optimizer_name, optimizer_args = self._create_optimizer(args, network, model, accelerator, plan)
         if args.cache_latents or args.cache_latents_to_disk:
+            self._refuse_strategy(self.get_latents_caching_strategy(args), "latents")
             self._cache_latents(args, checked.data, model, accelerator)
-        if args.cache_text_encoder_outputs or args.cache_text_encoder_outputs_to_disk:
-            self._cache_text_outputs(args, checked.data, model, accelerator)
+        self.cache_text_encoder_outputs_if_needed(
+            args, accelerator, model.unet, model.vae, model.text_encoders, checked.data, DTYPES[precision.mixed]
+        )
         if checked.record is not None:
             self._resume(checked.resume, checked.record, parts, accelerator, plan, optimizer_name)
         log.info(
@@ -130,7 +137,7 @@ class NetworkTrainer:
         facts = metadata.RunFacts(
             session_id=random.SystemRandom().randint(0, 2**32),
             started_at=started_at,
-            version=self.family.version(args.v2, args.v_parameterization),
+            version=self._version,
             architecture=self.family.architecture(args.v2, args.v_parameterization) + self.architecture_suffix,
             implementation=self.family.implementation[not self.architecture_suffix],
             resolution=self.family.resolution(args.v2, args.v_parameterization),
@@ -219,6 +226,7 @@ class NetworkTrainer:
                 found["data"].check_cacheable()
             if args.cache_text_encoder_outputs or args.cache_text_encoder_outputs_to_disk:
                 found["data"].check_text_cacheable()
+            self.assert_extra_args(args, found["data"], None)
         errors.raise_if_any()
         return Checked(**found)
 
@@ -231,27 +239,35 @@ class NetworkTrainer:
     def _load_model(
         self, args: Namespace, checked: Checked, precision: settings.PrecisionSettings, accelerator: Any
     ) -> LoadedModel:
-        dtype = DTYPES[precision.mixed]
-        model = self.family.load(
-            checked.model_path,
-            self.family.kind(args.v2),
-            dtype=self.base_dtype(precision),
-            vae_path=Path(args.vae) if args.vae else None,
-            tokenizer_cache=Path(args.tokenizer_cache_dir) if args.tokenizer_cache_dir else None,
-            mapped=not args.disable_mmap_load_safetensors,
-        )
-        torch.nn.Module.to(model.vae, torch.float32 if precision.no_half_vae else dtype)
-        set_attention(model.unet, precision.attention)
+        dtype, own = DTYPES[precision.mixed], self.base_dtype(precision)
+        self._version, encoders, vae, unet = self.load_target_model(args, own, accelerator)
+        encoders = list(encoders) if isinstance(encoders, (list, tuple)) else [encoders]
+        if unet is None:
+            unet, encoders = self.load_unet_lazily(args, own, accelerator, encoders)
+        known = self._loaded or LoadedModel([], [], None, None, checked.model_path.is_file(), checked.model_path)
+        tokenizers = self.get_tokenizers(self.get_tokenize_strategy(args))
+        model = replace(known, text_encoders=list(encoders), vae=vae, unet=unet, tokenizers=tokenizers)
+        if self.cast_vae(args):
+            torch.nn.Module.to(model.vae, torch.float32 if precision.no_half_vae else dtype)
+        cast = [model.unet] if self.cast_unet(args) else []
+        for module in cast + (model.text_encoders if self.cast_text_encoder(args) else []):
+            torch.nn.Module.to(module, own)
         for module in (model.unet, model.vae, *model.text_encoders):
             module.to(accelerator.device)
+        if self.is_text_encoder_not_needed_for_training(args):
+            for encoder in model.text_encoders:
+                encoder.to("cpu")
+        model.unet = self.prepare_unet_with_accelerator(args, accelerator, model.unet)
         if args.base_weights:
             self._merge_base_weights(args, model, dtype, accelerator)
         if precision.gradient_checkpointing:
             model.unet.train()
             model.unet.enable_gradient_checkpointing()
-            for encoder in model.text_encoders:
+            for index, encoder in enumerate(model.text_encoders):
                 encoder.train()
                 encoder.gradient_checkpointing_enable()
+                self.prepare_text_encoder_grad_ckpt_workaround(index, encoder)
+        self._loaded = model
         return model
 
     def _merge_base_weights(self, args: Namespace, model: LoadedModel, dtype: torch.dtype, accelerator: Any) -> None:
@@ -267,8 +283,9 @@ class NetworkTrainer:
             log.info("merged %s into the base model with strength %g", file, multiplier)
 
     def create_network(
-        self, args: Namespace, model: LoadedModel, precision: settings.PrecisionSettings
+        self, args: Namespace, model: LoadedModel, precision: settings.PrecisionSettings, accelerator: Any
     ) -> tuple[Any, dict[str, str]]:
+        """Give the network, attached to the model, and the arguments of it that are recorded."""
         module = _network_module(args.network_module)
         arguments = parse_strings(args.network_args, "--network_args")
         extra = {"dropout": args.network_dropout, **arguments}
@@ -294,6 +311,7 @@ class NetworkTrainer:
             network.prepare_network(args)
         if args.scale_weight_norms and not hasattr(network, "apply_max_norm_regularization"):
             raise OptionError(f"--scale_weight_norms: {args.network_module} cannot do it. Leave it out")
+        self.post_process_network(args, accelerator, network, encoders, model.unet)
         trains_text_encoder, trains_unet = settings.read_trained_parts(args)
         network.apply_to(encoders, model.unet, trains_text_encoder, trains_unet)
         if args.network_weights:
@@ -451,21 +469,22 @@ class NetworkTrainer:
         facts: metadata.RunFacts,
         done: int,
     ) -> None:
-        noise_options = settings.read_noise(args)
-        trains_text_encoder = settings.read_trained_parts(args)[0]
-        loss_of_batch = BatchLoss(
-            self.family,
-            model,
-            noise_schedule(noise_options.zero_terminal_snr).to(accelerator.device),
-            noise_options,
-            settings.read_loss(args),
-            TextSettings(args.clip_skip, args.max_token_length, trains_text_encoder),
-            accelerator,
-            DTYPES[precision.mixed],
-        )
+        self._facts = facts
         saving = settings.read_saving(args)
         names = OutputNames(saving.folder, saving.name, self.model_suffix(args))
-        saver = RunSaver(args, accelerator, plan, parts, facts, checked.seed, SAVE_DTYPES[saving.precision])
+        entries = metadata.run_metadata(args, facts)
+        self.update_metadata(entries, args)
+        saver = RunSaver(
+            accelerator,
+            plan,
+            parts,
+            facts.optimizer,
+            checked.seed,
+            SAVE_DTYPES[saving.precision],
+            entries,
+            self.get_sai_model_spec(args),
+            args.no_metadata,
+        )
         interval = plan.save_interval_for_ratio(saving.epoch_ratio) if saving.epoch_ratio else saving.every_n_epochs
         output = RunOutput(saving, names, interval, saver.write_model, saver.write_state)
         previews = settings.read_samples(args)
@@ -489,29 +508,47 @@ class NetworkTrainer:
                     args.clip_skip,
                 )
 
+        self._draw, self._scalars = draw, ScalarLog(accelerator, logs)
+
+        def sample(epoch: int | None, step: int) -> None:
+            self.sample_images(
+                accelerator,
+                args,
+                epoch,
+                step,
+                accelerator.device,
+                model.vae,
+                model.tokenizers,
+                _encoders_argument(model),
+                model.unet,
+            )
+
         stop = StopRequest()
         loop = TrainingLoop(
             accelerator,
             plan,
             checked.data,
             parts,
-            loss_of_batch,
+            LoopSteps(
+                self._loss_of_batch(args, accelerator, model, parts, DTYPES[precision.mixed]),
+                functools.partial(self.all_reduce_network, accelerator),
+                sample,
+                functools.partial(self._report_step, args, accelerator, parts),
+                functools.partial(self._report_epoch, accelerator),
+            ),
             output,
-            draw,
-            ScalarLog(accelerator, logs),
             LoopSettings(
                 workers=args.max_data_loader_n_workers,
                 persistent_workers=args.persistent_data_loader_workers,
                 max_grad_norm=args.max_grad_norm,
                 scale_weight_norms=args.scale_weight_norms,
-                loss_scalars=self.loss_scalars,
             ),
             losses=checked.record.losses if checked.record else (),
             stop=stop,
         )
         saver.average = loop.average
         if done == 0:
-            draw(0, 0)
+            sample(0, 0)
         record = checked.record
         at_epoch_end = done > 0 and plan.update(done).ends_epoch
         epoch_end_due = bool(record and record.version and at_epoch_end and not record.epoch_ended)
@@ -520,8 +557,68 @@ class NetworkTrainer:
             output.at_end(last)
         if loop.filters and accelerator.is_main_process:
             _draw_filter_pictures(loop.filters[0], names.pictures())
-        loop.scalars.close()
+        self._scalars.close()
         log.info("training is finished: %d steps", last.step)
+
+    def _loss_of_batch(
+        self, args: Namespace, accelerator: Any, model: LoadedModel, parts: TrainedParts, dtype: torch.dtype
+    ) -> Callable[[dict[str, Any]], BatchResult]:
+        scheduler = self.get_noise_scheduler(args, accelerator.device)
+        encoding, tokenizing = self.get_text_encoding_strategy(args), self.get_tokenize_strategy(args)
+        trains_text_encoder = any(self.get_text_encoders_train_flags(args, model.text_encoders))
+        trains_unet = settings.read_trained_parts(args)[1]
+
+        def loss_of_batch(batch: dict[str, Any]) -> BatchResult:
+            self._details = None
+            self.on_step_start(args, accelerator, parts.network, model.text_encoders, model.unet, batch, dtype)
+            loss = self.process_batch(
+                batch,
+                model.text_encoders,
+                model.unet,
+                parts.network,
+                model.vae,
+                scheduler,
+                model.vae.dtype,
+                dtype,
+                accelerator,
+                args,
+                encoding,
+                tokenizing,
+                train_text_encoder=trains_text_encoder,
+                train_unet=trains_unet,
+            )
+            if self._details is None:  # a subclass whose batch is all its own tells the filters no single losses
+                return BatchResult(loss, loss.detach().new_empty(0), torch.empty(0, dtype=torch.long))
+            return BatchResult(loss, self._details.losses, self._details.timesteps)
+
+        return loss_of_batch
+
+    def _report_step(
+        self,
+        args: Namespace,
+        accelerator: Any,
+        parts: TrainedParts,
+        update: Update,
+        loss: float,
+        mean_loss: float,
+        norms: dict[str, float],
+        of_step: dict[str, float],
+    ) -> None:
+        logs = self.generate_step_logs(
+            args,
+            loss,
+            mean_loss,
+            parts.scheduler,
+            parts.descriptions,
+            parts.raw_optimizer,
+            norms.get("Keys Scaled"),
+            norms.get("Average key norm"),
+            norms.get("max_key_norm"),
+        )
+        self.step_logging(accelerator, {**logs, **of_step}, update.step, update.epoch)
+
+    def _report_epoch(self, accelerator: Any, update: Update, mean_loss: float) -> None:
+        self.epoch_logging(accelerator, {self.loss_scalars.epoch: mean_loss}, update.step, update.epoch)
 
 
 class SdxlNetworkTrainer(NetworkTrainer):
@@ -540,23 +637,25 @@ class RunSaver:
 
     def __init__(
         self,
-        args: Namespace,
         accelerator: Any,
         plan: RunPlan,
         parts: TrainedParts,
-        facts: metadata.RunFacts,
+        optimizer_name: str,
         seed: int,
         dtype: torch.dtype | None,
+        entries: dict[str, str],
+        modelspec: dict[str, str],
+        minimum: bool,
     ):
         self.accelerator = accelerator
         self.plan = plan
         self.parts = parts
         self.seed = seed
         self.dtype = dtype
-        self.optimizer_name = facts.optimizer
-        self.minimum = args.no_metadata
-        self.run_metadata = metadata.run_metadata(args, facts)
-        self.modelspec = metadata.modelspec(args, facts)
+        self.optimizer_name = optimizer_name
+        self.minimum = minimum
+        self.run_metadata = entries
+        self.modelspec = modelspec
         self.average: Any = None
 
     def write_model(self, path: Path, update: Update, at_epoch_end: bool) -> None:

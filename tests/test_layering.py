@@ -25,11 +25,12 @@ LEVELS = [
     {"schedulers", "text_encoding", "dataset", "checkpoint", "accelerator"},
     {"lora", "output", "model_families", "fused_steps", "full_model"},
     {"sampling", "batch_loss"},
-    {"loop"},
+    {"loop", "trainer_hooks"},
     {"trainer", "old_signatures"},
     {"model_trainer"},
 ]
 TABLES = {"train_util", "utils", "custom_train_functions", "model_util", "deepspeed_utils", "sai_model_spec"}
+TABLES |= {"sdxl_train_util", "sdxl_model_util"}
 FREE_OF_TORCH = LEVELS[0] | LEVELS[1] | LEVELS[2] | LEVELS[3] | LEVELS[4]
 APART = {
     "grad_filter",

@@ -13,11 +13,9 @@ import torch
 
 from library import train_util
 from library.noise import noise_schedule
-from tests.conftest import REPOSITORY, SPECIFICATION_FIXTURES
+from tests.conftest import REPOSITORY, SPECIFICATION_FIXTURES, spec_fixture
 from tests.test_layering import TABLES
 from tests.training import make_tiles
-
-NOT_YET = {"add_sdxl_training_arguments", "verify_sdxl_training_args", "get_sai_model_spec"}
 
 
 def table(module: str):
@@ -55,8 +53,8 @@ def test_every_name_of_the_specification_is_kept_or_gone_with_a_word():
     text = path.read_text(encoding="utf-8")
     section = text[text.index("## 2. Optimizer functions") : text.index("## 5. train_network")]
     found = set(re.findall(r"\b([a-z_]+(?:_[a-z0-9]+)+)\(", section))
-    names = {name for module in TABLES for name in table(module).NAMES} | set(train_util.GONE)
-    assert found - names <= NOT_YET | {"add_config_arguments", "get_last_lr"}
+    names = set().union(*(table(module).NAMES for module in TABLES), train_util.GONE)
+    assert found - names <= {"add_config_arguments", "get_last_lr"}
 
 
 @pytest.mark.parametrize(
@@ -287,3 +285,54 @@ def test_the_scaler_takes_half_gradients():
     scaler.step(optimizer)
     assert (weight == 0.75).all()
     train_util.patch_accelerator_for_fp16_training(Namespace(scaler=None))
+
+
+# ------------------------------------------------------------------------------------------------------------ SDXL
+
+
+def test_size_embeddings_of_old_names():
+    listed = spec_fixture("numerics.json")["sdxl_size_embedding"]
+    sizes = [torch.tensor([listed[name]]) for name in ("original_hw", "crop_top_left", "target_hw")]
+    found = table("sdxl_train_util").get_size_embeddings(*sizes, "cpu")
+    assert list(found.shape) == listed["shape"]
+    for index, value in listed["index_value"].items():
+        assert abs(float(found[0, int(index)]) - value) < 1e-4
+
+
+def test_sdxl_models_of_old_names(tiny_sdxl_folder):
+    util = table("sdxl_model_util")
+    first, second, vae, unet, _, info = util.load_models_from_sdxl_checkpoint(
+        util.MODEL_VERSION_SDXL_BASE_V1_0, str(tiny_sdxl_folder), "cpu", torch.bfloat16
+    )
+    assert hasattr(second, "text_projection") and not hasattr(first, "text_projection") and info is None
+    assert vae.dtype == unet.dtype == torch.bfloat16
+    ours = unet.state_dict()
+    files = util.convert_diffusers_unet_state_dict_to_sdxl(ours)
+    assert "input_blocks.0.0.weight" in files and len(files) == len(ours)
+    back = util.convert_sdxl_unet_state_dict_to_diffusers(files)
+    assert back.keys() == ours.keys() and all(back[key] is files_value for key, files_value in back.items())
+    assert util.VAE_SCALE_FACTOR == 0.13025
+    assert util.make_unet_conversion_map()["input_blocks.0.0"] == "conv_in"
+
+
+def test_sdxl_options_of_old_names():
+    parser = ArgumentParser()
+    util = table("sdxl_train_util")
+    util.add_sdxl_training_arguments(parser)
+    args = parser.parse_args(["--cache_text_encoder_outputs_to_disk"])
+    args.v2 = False
+    util.verify_sdxl_training_args(args)
+    assert args.cache_text_encoder_outputs
+    args.v2 = True
+    with pytest.raises(ValueError, match="--v2"):
+        util.verify_sdxl_training_args(args)
+
+
+@pytest.mark.parametrize(
+    "sdxl,lora,expected", [(False, True, "stable-diffusion-v1/lora"), (True, False, "stable-diffusion-xl-v1-base")]
+)
+def test_model_spec_of_old_names(sdxl, lora, expected):
+    args = options_of("--output_name", "x", "--metadata_author", "me", "--resolution", "640,512")
+    found = train_util.get_sai_model_spec(None, args, sdxl, lora, False, is_stable_diffusion_ckpt=not lora)
+    assert (found["modelspec.architecture"], found["modelspec.author"]) == (expected, "me")
+    assert (found["modelspec.title"], found["modelspec.resolution"]) == ("x", "640x512")

@@ -54,12 +54,17 @@ def arguments(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def train(script: str = "train_network", **options: Any) -> None:
-    """Run a script's own main in this process."""
+def forget_accelerate() -> None:
+    """One process of accelerate's is one run: make the next run a first one."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    for shared in (AcceleratorState, GradientState, PartialState):  # one process of accelerate's is one run
+    for shared in (AcceleratorState, GradientState, PartialState):
         shared._reset_state()
+
+
+def train(script: str = "train_network", **options: Any) -> None:
+    """Run a script's own main in this process."""
+    forget_accelerate()
     known = RUN_OPTIONS if script.endswith("network") else {**RUN_OPTIONS, "network_module": None, "network_dim": None}
     importlib.import_module(script).main(arguments({**known, **options}))
 
