@@ -40,6 +40,7 @@ class ModelFamily:
         version: called with (v2, v_parameterization); the name in LoRA metadata.
         architecture: called with (v2, v_parameterization); the modelspec name.
         pipeline: called with (model, scheduler); a Diffusers pipeline over the same modules.
+        prompt_arguments: called with text outputs of a prompt; what the pipeline is told instead of it.
     """
 
     name: str
@@ -62,6 +63,20 @@ class ModelFamily:
     version: Callable[[bool, bool], str]
     architecture: Callable[[bool, bool], str]
     pipeline: Callable[[LoadedModel, Any], Any]
+    prompt_arguments: Callable[[Sequence[Tensor]], dict[str, Tensor]]
+
+    def embed(
+        self, model: LoadedModel, max_token_length: int | None, clip_skip: int | None, prompt: str, negative_prompt: str
+    ) -> dict[str, Tensor]:
+        """Encode a prompt as captions are, and give the arguments of the pipeline for it; on the U-Net's device."""
+        arguments: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for prefix, text in (("", prompt), ("negative_", negative_prompt)):
+                ids = self.tokenize(model.tokenizers, [text], max_token_length)
+                ids = [own.to(encoder.device) for own, encoder in zip(ids, model.text_encoders)]
+                outputs = [each.to(model.unet.device) for each in self.encode_text(model.text_encoders, ids, clip_skip)]
+                arguments |= {prefix + name: value for name, value in self.prompt_arguments(outputs).items()}
+        return arguments
 
 
 GENERATIVE_MODELS = "https://github.com/Stability-AI/generative-models"
@@ -128,6 +143,7 @@ SD = ModelFamily(
     version=_sd_version,
     architecture=_sd_architecture,
     pipeline=_sd_pipeline,
+    prompt_arguments=lambda text: {"prompt_embeds": text[0]},
 )
 
 
@@ -160,7 +176,6 @@ def _sdxl_pipeline(model: LoadedModel, scheduler: Any) -> Any:
         tokenizer_2=model.tokenizers[1],
         unet=model.unet,
         scheduler=scheduler,
-        force_zeros_for_empty_prompt=False,  # an empty prompt is encoded, as in training
         add_watermarker=False,
     )
 
@@ -202,6 +217,7 @@ SDXL = ModelFamily(
     version=lambda v2, v_parameterization: "sdxl_base_v1-0",
     architecture=lambda v2, v_parameterization: "stable-diffusion-xl-v1-base",
     pipeline=_sdxl_pipeline,
+    prompt_arguments=lambda text: {"prompt_embeds": torch.cat(list(text[:2]), dim=-1), "pooled_prompt_embeds": text[2]},
 )
 
 

@@ -39,7 +39,7 @@ class SamplePrompt:
 # Diffusers class and what it needs beside the noise schedule
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddim": ("DDIMScheduler", {"clip_sample": True}),
-    "pndm": ("PNDMScheduler", {}),
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),  # the other way needs four steps to begin
     "lms": ("LMSDiscreteScheduler", {}),
     "euler": ("EulerDiscreteScheduler", {}),
     "euler_a": ("EulerAncestralDiscreteScheduler", {}),
@@ -207,14 +207,14 @@ def generate_samples(
     v_parameterization: bool,
     target: Callable[[int, int | None], Path],
     device: torch.device,
-    clip_skip: int | None,
+    embed: Callable[[str, str], Mapping[str, Any]],
 ) -> None:
     """Draw one image for each prompt; a failure is a warning.
 
     Args:
         prompts: what to draw. build_pipeline: called with a scheduler, gives a Diffusers pipeline.
         modules: whose train mode is restored. sampler: default name. target: path from (index, seed).
-        device: of the generator. clip_skip: as the option.
+        device: of the generator. embed: called with prompt and negative prompt, gives the arguments for them.
     """
     with undisturbed(modules):
         for module in modules:
@@ -222,7 +222,7 @@ def generate_samples(
         for index, prompt in enumerate(prompts):
             try:
                 pipeline = _pipeline_with(build_pipeline, prompt.sample_sampler or sampler, v_parameterization)
-                path = _draw(pipeline, prompt, index, target, device, clip_skip)
+                path = _draw(pipeline, prompt, index, target, device, embed)
                 log.info("sample image saved: %s", path)
             except Exception as error:  # anything may go wrong in a pipeline; training is what counts
                 log.warning("sample image %d is left out: %s: %s", index, type(error).__name__, str(error)[:200])
@@ -243,7 +243,7 @@ def _draw(
     index: int,
     target: Callable[[int, int | None], Path],
     device: torch.device,
-    clip_skip: int | None,
+    embed: Callable[[str, str], Mapping[str, Any]],
 ) -> Path:
     if prompt.seed is None:
         generator = torch.Generator(device=device)
@@ -252,14 +252,12 @@ def _draw(
         generator = torch.Generator(device=device).manual_seed(prompt.seed)
     with torch.no_grad():
         image = pipeline(
-            prompt.prompt,
-            negative_prompt=prompt.negative_prompt or None,
+            **embed(prompt.prompt, prompt.negative_prompt),
             width=prompt.width,
             height=prompt.height,
             num_inference_steps=prompt.sample_steps,
             guidance_scale=prompt.scale,
             generator=generator,
-            clip_skip=None if clip_skip is None else clip_skip - 1,  # Diffusers counts layers left out
         ).images[0]
     path = target(index, prompt.seed)
     write_file(path, lambda temporary: image.save(temporary, format="PNG"))

@@ -505,7 +505,7 @@ class NetworkTrainer(TrainerHooks):
                     args.v_parameterization,
                     lambda index, seed: names.sample(index, epoch, step, seed),
                     accelerator.device,
-                    args.clip_skip,
+                    functools.partial(self.family.embed, model, args.max_token_length, args.clip_skip),
                 )
 
         self._draw, self._scalars = draw, ScalarLog(accelerator, logs)
