@@ -4,11 +4,12 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-slow torture fuzz mutate test-upstream test-oldest test-newest bench bench-filters lint types
+.PHONY: help demo demo-sdxl test test-slow torture fuzz mutate test-upstream test-oldest test-newest bench bench-filters lint types
 .PHONY: format docs clean
 
 help:
 	@echo "make demo       train two LoRAs with gradient filters on a small model, draw what the filters let through"
+	@echo "make demo-sdxl  the same for SDXL: a LoRA, and the model itself"
 	@echo "make test       every test"
 	@echo "make test-slow  the long sets, of which 'make test' runs a sample"
 	@echo "make test-oldest, make test-newest   every test with the oldest and the newest versions that front-ends install"
@@ -25,6 +26,9 @@ $(READY): requirements.txt requirements-dev.txt constraints.txt pyproject.toml
 
 demo: $(READY)
 	$(RUN) tools/demo.py
+
+demo-sdxl: $(READY)
+	$(RUN) tools/demo.py --family sdxl
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2
@@ -103,4 +107,4 @@ docs: $(READY)
 	$(RUN) tools/write_docs.py
 
 clean:
-	rm -rf $(VENV) demo_output
+	rm -rf $(VENV) demo_output demo_output_sdxl

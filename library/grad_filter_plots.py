@@ -16,6 +16,9 @@ MOST_ROWS = 60
 Table = tuple[Sequence[int], Mapping[str, Sequence[float]]]
 
 
+MOST_NAMES = 120
+
+
 def save_all(folder: Path, tables: Mapping[str, Table], ages: Sequence[Tensor], step: int, title: str) -> list[Path]:
     """Draw everything that was measured.
 
@@ -44,8 +47,10 @@ def density_map(target: Path, steps: Sequence[int], rows: Mapping[str, Sequence[
         title: what the filter is.
     """
     layers = _grouped(rows)
-    figure = _figure(10, max(3.0, 0.16 * len(layers) + 2.2))
-    top, axes = figure.subplots(2, 1, height_ratios=[1, max(2.0, 0.08 * len(layers))], sharex=True)
+    named_every = -(-len(layers) // MOST_NAMES)  # a whole model has more layers than a picture has room for names
+    lines = -(-len(layers) // named_every)
+    figure = _figure(10, max(3.0, 0.16 * lines + 2.2))
+    top, axes = figure.subplots(2, 1, height_ratios=[1, max(2.0, 0.08 * lines)], sharex=True)
     top.plot(steps, _mean_row(rows), color="tab:blue", linewidth=1.2)
     top.set_ylabel("kept share,\nmean of tensors")
     top.set_title(title, fontsize=9)
@@ -55,7 +60,7 @@ def density_map(target: Path, steps: Sequence[int], rows: Mapping[str, Sequence[
     image = axes.imshow(
         list(layers.values()), aspect="auto", interpolation="nearest", extent=extent, cmap="viridis", vmin=0
     )
-    axes.set_yticks(range(len(layers)), list(layers), fontsize=6)
+    axes.set_yticks(range(0, len(layers), named_every), list(layers)[::named_every], fontsize=6)
     axes.set_xlabel("optimizer step")
     figure.colorbar(image, ax=axes, label="kept share", shrink=0.8)
     return _save(figure, target)

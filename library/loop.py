@@ -169,7 +169,6 @@ class TrainingLoop:
         self.progress.close()
         self.stop.number = asked
         saved = self.output.at_stop(update)
-        self.scalars.close()
         way_on = f"Go on with --resume {saved}" if saved else "No state was asked for: add --save_state to go on later"
         raise RunStopped(
             f"{self.stop.name}: stopped after step {update.step} of {self.plan.max_steps}. {way_on}", self.stop.status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ from library.run_plan import RunPlan
 from library.schedulers import get_scheduler_fix
 from library.trainer import NetworkTrainer, OptimizerParts
 from library.trainer_hooks import LossScalars
+
+log = logging.getLogger(__name__)
 
 FORMATS = {"diffusers": "", "diffusers_safetensors": "", "ckpt": ".ckpt", "safetensors": ".safetensors"}
 
@@ -70,6 +73,7 @@ class ModelTrainer(NetworkTrainer):
             grad_filter.attach(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0), spec, in_backward=True)
         except grad_filter.GradFilterError as error:
             raise OptionError(str(error)) from error
+        log.info("--fused_backward_pass: the gradient filter makes no statistics and no pictures, as no step ends")
 
     def check_network(self, args: Namespace) -> None:
         errors = ErrorCollector()

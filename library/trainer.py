@@ -552,12 +552,14 @@ class NetworkTrainer(TrainerHooks):
         record = checked.record
         at_epoch_end = done > 0 and plan.update(done).ends_epoch
         epoch_end_due = bool(record and record.version and at_epoch_end and not record.epoch_ended)
-        with stop:
-            last = loop.run(done, epoch_end_due)
-            output.at_end(last)
+        try:
+            with stop:
+                last = loop.run(done, epoch_end_due)
+                output.at_end(last)
+        finally:
+            self._scalars.close()
         if loop.filters and accelerator.is_main_process:
             _draw_filter_pictures(loop.filters[0], names.pictures())
-        self._scalars.close()
         log.info("training is finished: %d steps", last.step)
 
     def _loss_of_batch(

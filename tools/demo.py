@@ -1,18 +1,19 @@
-"""Two small LoRA runs with gradient filters, from nothing to pictures, without any network access.
+"""Two small runs with gradient filters, from nothing to pictures, without any network access.
 
-``make demo`` runs this. It builds a small Stable Diffusion of the real structure, cuts training images out of the
-photographs that scikit-image ships, and starts the real train_network.py twice. Everything lands in demo_output/.
+``make demo`` and ``make demo-sdxl`` run this. It builds a small model of the real structure, cuts training images out
+of the photographs that scikit-image ships, and starts the real scripts: two LoRAs of Stable Diffusion, or a LoRA of
+SDXL and SDXL itself. Everything lands in demo_output/ or demo_output_sdxl/.
 """
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-OUTPUT = REPOSITORY / "demo_output"
 RESOLUTION = 128
 STEPS = 60
 
@@ -26,15 +27,53 @@ PHOTOGRAPHS = {
     "page.png": "scan of a printed page, text",
 }
 
-RUNS = {
-    "signsgd_topk_change": [
-        *("--optimizer_type", "SignSGD", "--optimizer_args", "momentum=0.0", "--learning_rate", "2e-4"),
-        *("--grad_filter", "topk_change", "--grad_filter_args", "topk_ratio=0.5", "log_every=1", "statistics=full"),
-    ],
-    "adamw8bit_topk": [
-        *("--optimizer_type", "AdamW8bit", "--learning_rate", "1e-3"),
-        *("--grad_filter", "topk", "--grad_filter_args", "keep=0.1", "policy=update", "scope=global", "log_every=2"),
-    ],
+NETWORK = ("--network_module", "networks.lora", "--network_dim", "8", "--network_alpha", "4")
+# family -> name -> script and options
+RUNS: dict[str, dict[str, tuple[str, list[str]]]] = {
+    "sd1": {
+        "signsgd_topk_change": (
+            "train_network.py",
+            [
+                *NETWORK,
+                *("--optimizer_type", "SignSGD", "--optimizer_args", "momentum=0.0", "--learning_rate", "2e-4"),
+                *("--grad_filter", "topk_change"),
+                *("--grad_filter_args", "topk_ratio=0.5", "log_every=1", "statistics=full"),
+            ],
+        ),
+        "adamw8bit_topk": (
+            "train_network.py",
+            [
+                *NETWORK,
+                *("--optimizer_type", "AdamW8bit", "--learning_rate", "1e-3", "--grad_filter", "topk"),
+                *("--grad_filter_args", "keep=0.1", "policy=update", "scope=global", "log_every=2"),
+            ],
+        ),
+    },
+    "sdxl": {
+        "lora_topk": (
+            "sdxl_train_network.py",
+            [
+                *(*NETWORK, "--network_train_unet_only", "--cache_text_encoder_outputs"),
+                *("--optimizer_type", "AdamW", "--learning_rate", "1e-3"),
+                *("--grad_filter", "topk", "--grad_filter_args", "keep=0.1", "policy=freeze", "log_every=2"),
+            ],
+        ),
+        "full_topk": (
+            "sdxl_train.py",
+            [
+                *("--optimizer_type", "AdamW8bit", "--learning_rate", "1e-4", "--save_model_as", "safetensors"),
+                *(
+                    "--grad_filter",
+                    "topk",
+                    "--grad_filter_args",
+                    "keep=0.1",
+                    "policy=freeze",
+                    "scope=global",
+                    "log_every=2",
+                ),
+            ],
+        ),
+    },
 }
 
 
@@ -55,17 +94,17 @@ def write_images(folder: Path) -> None:
         (target / f"{Path(name).stem}.txt").write_text(caption, encoding="utf-8")
 
 
-def train(name: str, options: list[str], model: Path, images: Path) -> None:
-    """Run train_network.py once; its own output shows the progress."""
+def train(script: str, name: str, options: list[str], model: Path, images: Path) -> None:
+    """Run a script once; its own output shows the progress."""
+    output = model.parent
     command = [
-        *(sys.executable, str(REPOSITORY / "train_network.py")),
+        *(sys.executable, str(REPOSITORY / script)),
         *("--pretrained_model_name_or_path", str(model), "--train_data_dir", str(images)),
-        *("--output_dir", str(OUTPUT / name), "--output_name", name, "--logging_dir", str(OUTPUT / "logs")),
+        *("--output_dir", str(output / name), "--output_name", name, "--logging_dir", str(output / "logs")),
         *("--log_prefix", f"{name}_", "--resolution", str(RESOLUTION), "--enable_bucket", "--min_bucket_reso", "64"),
         *("--max_bucket_reso", "256", "--caption_extension", ".txt", "--cache_latents", "--train_batch_size", "2"),
-        *("--network_module", "networks.lora", "--network_dim", "8", "--network_alpha", "4", "--seed", "1"),
-        *("--max_train_steps", str(STEPS), "--max_data_loader_n_workers", "0", "--sdpa"),
-        *("--sample_prompts", str(OUTPUT / "prompts.txt"), "--sample_every_n_steps", str(STEPS)),
+        *("--max_train_steps", str(STEPS), "--max_data_loader_n_workers", "0", "--sdpa", "--seed", "1"),
+        *("--sample_prompts", str(output / "prompts.txt"), "--sample_every_n_steps", str(STEPS)),
         *options,
     ]
     print("\n$ " + " ".join(command[1:]), flush=True)
@@ -81,28 +120,32 @@ def newest(folder: Path, pattern: str) -> Path:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=sorted(RUNS), default="sd1")
+    family = parser.parse_args().family
     sys.path.insert(0, str(REPOSITORY))
     from tools.make_tiny_model import make_tiny_model
 
-    shutil.rmtree(OUTPUT, ignore_errors=True)
-    OUTPUT.mkdir()
-    model = make_tiny_model(OUTPUT / "model", "sd1")
-    images = OUTPUT / "images"
+    output = REPOSITORY / ("demo_output" if family == "sd1" else f"demo_output_{family}")
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir()
+    model = make_tiny_model(output / "model", family)
+    images = output / "images"
     write_images(images)
-    (OUTPUT / "prompts.txt").write_text(
+    (output / "prompts.txt").write_text(
         "photo of a cat, close up --w 128 --h 128 --s 12 --d 1 --l 5\n", encoding="utf-8"
     )
-    for name, options in RUNS.items():
-        train(name, options, model, images)
+    for name, (script, options) in RUNS[family].items():
+        train(script, name, options, model, images)
 
     print("\nWhat the demo made:")
-    for name in RUNS:
-        folder = OUTPUT / name
+    for name, (script, _) in RUNS[family].items():
+        folder = output / name
         print(f"  {name}")
-        print(f"    LoRA          {newest(folder, f'{name}.safetensors')}")
+        print(f"    {'LoRA ' if 'network' in script else 'model'}         {newest(folder, f'{name}.safetensors')}")
         print(f"    kept share    {newest(folder, '*density*.png')}")
         print(f"    sample image  {newest(folder / 'sample', '*.png')}")
-    print(f"  TensorBoard     {OUTPUT / 'logs'}    (tensorboard --logdir {OUTPUT / 'logs'})")
+    print(f"  TensorBoard     {output / 'logs'}    (tensorboard --logdir {output / 'logs'})")
 
 
 if __name__ == "__main__":
