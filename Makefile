@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo demo-sdxl test test-slow torture fuzz mutate test-upstream test-oldest test-newest bench bench-filters lint types
+.PHONY: help demo demo-sdxl test test-slow torture fuzz mutate test-upstream test-oldest test-newest bench bench-filters bench-memory lint types
 .PHONY: format docs clean
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make torture    stops, full disks and damage at every place of a save; make fuzz: ten times the generated inputs"
 	@echo "make bench      what a filter costs in a training step, as ratios"
 	@echo "make bench-filters  what filters cost beside an optimizer's step; FULL=1 for full sizes"
+	@echo "make bench-memory  what steps inside the backward pass save"
 	@echo "make lint       ruff; make format repairs layout, make types runs pyright, make docs writes docs/arguments.md"
 
 $(READY): requirements.txt requirements-dev.txt constraints.txt pyproject.toml
@@ -91,6 +92,9 @@ bench: $(READY)
 
 bench-filters: $(READY)
 	$(RUN) tools/bench_filters.py $(if $(FULL),--full)
+
+bench-memory: $(READY)
+	$(RUN) tools/bench_memory.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -19,12 +19,16 @@ def setup_parser() -> argparse.ArgumentParser:
     return script_parser("fine_tune")
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Run the script with the given words, None for the process's command line."""
-    args = parse(setup_parser(), words)
+def train(args: argparse.Namespace) -> None:
+    """Run everything that parsed options ask for."""
     from library.model_trainer import FineTuningTrainer
 
     FineTuningTrainer().train(args)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the script with the given words, None for the process's command line."""
+    train(parse(setup_parser(), words))
 
 
 if __name__ == "__main__":

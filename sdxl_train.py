@@ -13,18 +13,24 @@ from library.args import parse, script_parser
 from library.errors import run_script
 from library.log import setup_logging
 
+UNET_NUM_BLOCKS_FOR_BLOCK_LR = 23
+
 
 def setup_parser() -> argparse.ArgumentParser:
     """Give the parser of every option of this script."""
     return script_parser("sdxl_train")
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Run the script with the given words, None for the process's command line."""
-    args = parse(setup_parser(), words)
+def train(args: argparse.Namespace) -> None:
+    """Run everything that parsed options ask for."""
     from library.model_trainer import ModelTrainer
 
     ModelTrainer().train(args)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Run the script with the given words, None for the process's command line."""
+    train(parse(setup_parser(), words))
 
 
 if __name__ == "__main__":
