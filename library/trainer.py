@@ -326,6 +326,7 @@ class NetworkTrainer(TrainerHooks):
         self, args: Namespace, network: Any, model: LoadedModel, accelerator: Any, plan: RunPlan
     ) -> tuple[TrainedParts, str, str]:
         network.prepare_grad_etc(model.text_encoders, model.unet)
+        network = accelerator.unwrap_model(accelerator.prepare(network))  # on its device, the same on every process
         groups, descriptions = _parameter_groups(network, settings.read_network_rates(args))
         groups = [{**group, "params": list(group["params"])} for group in groups]
         if not any(group["params"] for group in groups):

@@ -308,6 +308,29 @@ def test_a_result_does_not_replace_the_base_model(options, tmp_path):
         train(**{**options, **FULL, **folder})
 
 
+@pytest.mark.parametrize("script", [LORA, "sdxl_train"])
+def test_what_is_trained_is_put_on_the_device_before_an_optimizer_sees_it(script, options, monkeypatch):
+    from accelerate import Accelerator
+
+    from library.trainer import NetworkTrainer
+
+    prepared, prepare, create = [], Accelerator.prepare, NetworkTrainer.create_optimizer
+
+    def remember(self, *parts, **settings):
+        prepared.extend(part for part in parts if isinstance(part, torch.nn.Module))
+        return prepare(self, *parts, **settings)
+
+    def check(self, args, groups, *rest):
+        inside = {id(param) for module in prepared for param in module.parameters()}
+        assert groups and all(id(param) in inside for group in groups for param in group["params"])
+        return create(self, args, groups, *rest)
+
+    monkeypatch.setattr(Accelerator, "prepare", remember)
+    monkeypatch.setattr(NetworkTrainer, "create_optimizer", check)
+    asked = {**options, **FULL} if script == "sdxl_train" else options
+    train(**{**asked, "script": script, "max_train_steps": 1})
+
+
 @pytest.mark.parametrize("script", ["train_db", "fine_tune"])
 @pytest.mark.parametrize("text_encoder", [True, False])
 def test_full_training_of_sd(script, text_encoder, tiny_sd1_folder, tmp_path):
