@@ -15,6 +15,8 @@ from typing import Any
 
 TEMPORARY_MARK = ".incomplete-"
 OLDER_MARK = ".older-"
+UMASK = os.umask(0)  # it can only be read by setting it
+os.umask(UMASK)
 
 
 def _hidden_beside(target: Path, mark: str) -> Path:
@@ -44,6 +46,11 @@ def check_room(target: Path, size: int) -> None:
         raise OSError(errno.ENOSPC, f"{size / 2**20:.1f} MiB are needed, {free / 2**20:.1f} MiB are free", str(target))
 
 
+def open_as_usual(path: Path) -> None:
+    """Give a file the rights the user's umask says; safetensors writes files that nobody else may read."""
+    os.chmod(path, 0o666 & ~UMASK)
+
+
 def write_file(target: Path, write: Callable[[Path], object], size: int = 0) -> None:
     """Let ``write`` fill a temporary file beside ``target``, flush it, and rename it into place.
 
@@ -60,6 +67,7 @@ def write_file(target: Path, write: Callable[[Path], object], size: int = 0) -> 
     temporary = _hidden_beside(target, TEMPORARY_MARK)
     try:
         write(temporary)
+        open_as_usual(temporary)
         flush_to_disk(temporary)
         os.replace(temporary, target)
     finally:
@@ -103,6 +111,8 @@ def new_folder(target: Path, size: int = 0) -> Iterator[Path]:
     try:
         yield temporary
         for path in sorted(temporary.rglob("*")):
+            if path.is_file():
+                open_as_usual(path)
             flush_to_disk(path)
         flush_to_disk(temporary)
         _put_in_place(temporary, target)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from library import files
 
@@ -111,3 +112,18 @@ def test_remove_folder_hides_the_folder_before_it_empties_it(tmp_path, monkeypat
     monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)  # killed right after the rename
     files.remove_folder(folder)
     assert not folder.exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such rights")
+def test_results_can_be_read_by_whom_the_umask_lets(tmp_path):
+    from safetensors.torch import save_file
+
+    def save(path):
+        save_file({"a": torch.zeros(1)}, path)
+
+    (tmp_path / "plain").write_text("x")
+    files.write_file(tmp_path / "file", save)
+    with files.new_folder(tmp_path / "folder") as inside:
+        save(inside / "file")
+    modes = {path.stat().st_mode for path in (tmp_path / "plain", tmp_path / "file", tmp_path / "folder" / "file")}
+    assert len(modes) == 1
