@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Iterable, Sequence
@@ -16,7 +15,7 @@ from library.args_table import ALWAYS, BY_NAME, DEPENDENT, REFUSED, ROWS, SCRIPT
 from library.config_file import read_config_from_file
 from library.errors import ErrorCollector, OptionError
 from library.log import setup_logging
-from library.naming import check_output_name
+from library.naming import check_output_name, check_writable
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +194,7 @@ def _check_paths(args: Namespace, options: Collection[str]) -> None:
             errors.messages.append(f"--{name} is missing. {way_out}")
     if args.output_dir:
         with errors.check():
-            _check_writable(Path(args.output_dir))
+            check_writable(Path(args.output_dir), "--output_dir")
     with errors.check():
         check_output_name(args.output_name)
     for name in ("network_weights", "vae"):
@@ -209,16 +208,6 @@ def _check_paths(args: Namespace, options: Collection[str]) -> None:
                 f"--output_name: the result would replace --network_weights {target}. Use another name"
             )
     errors.raise_if_any()
-
-
-def _check_writable(folder: Path) -> None:
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir():
-        raise OptionError(f"--output_dir {folder}: {existing} is a file. Give a folder")
-    if not os.access(existing, os.W_OK):
-        raise OptionError(f"--output_dir {folder}: {existing} is not writable. Give another folder")
 
 
 POSITIVE = ("max_train_steps", "max_train_epochs", "gradient_accumulation_steps", "train_batch_size", "vae_batch_size")

@@ -146,11 +146,11 @@ def kind_of_folder(folder: Path) -> str:
     return "sd2" if json.loads(config.read_text(encoding="utf-8")).get("hidden_act") == "gelu" else "sd1"
 
 
-def find_model(name: str) -> Path:
+def find_model(name: str, option: str = BASE_MODEL) -> Path:
     """Give the file or folder of a base model; a hub id is looked up in the local cache only.
 
     Raises:
-        OptionError: neither a path nor in the cache.
+        OptionError: neither a path nor in the cache; ``option`` is named in it, here and below.
     """
     path = Path(name)
     if path.exists():
@@ -164,51 +164,64 @@ def find_model(name: str) -> Path:
         except (LocalEntryNotFoundError, ValueError, OSError):
             pass  # said below
     raise OptionError(
-        f"{BASE_MODEL} {name}: no such file or folder, and no model of that name in the local hub cache. "
+        f"{option} {name}: no such file or folder, and no model of that name in the local hub cache. "
         f"Give a .safetensors file or a Diffusers folder; nothing is downloaded during a run"
     )
 
 
-def check_model(path: Path, kind: str) -> None:
-    """Refuse what cannot be a base model of this kind, from names and headers alone.
+def kind_of_model(path: Path, option: str = BASE_MODEL) -> str | None:
+    """Say what a file or folder holds from names and headers alone; None for a pickle, which has to be read.
+
+    Returns:
+        As :func:`kind_of_keys`.
 
     Raises:
-        OptionError: missing parts, damage, or another kind of model.
+        OptionError: damaged, or no kind of model file at all.
     """
     if path.is_dir():
         found = kind_of_folder(path)
         if found == "unknown":
             raise _bad_file(
-                path, BASE_MODEL, "is no Diffusers folder (unet/ and text_encoder/ with config.json are missing)"
+                path, option, "is no Diffusers folder (unet/ and text_encoder/ with config.json are missing)"
             )
-    elif path.suffix == ".safetensors":
-        found = kind_of_keys(safetensors_header(path, BASE_MODEL))
-    else:
-        with path.open("rb") as stream:
-            start = stream.read(2)
-        if start not in (b"PK", b"\x80\x02"):
-            raise _bad_file(
-                path, BASE_MODEL, f"is not a model file (.safetensors or .ckpt), {path.stat().st_size} bytes"
-            )
-        return  # what a pickle holds is known only after reading it; load_model checks again
-    _refuse_other_kinds(path, found, kind)
+        return found
+    if path.suffix == ".safetensors":
+        return kind_of_keys(safetensors_header(path, option))
+    with path.open("rb") as stream:
+        start = stream.read(2)
+    if start not in (b"PK", b"\x80\x02"):
+        reason = f"is not a model file (.safetensors or .ckpt), {path.stat().st_size} bytes"
+        raise _bad_file(path, option, reason)
+    return None
+
+
+def check_model(path: Path, kind: str, option: str = BASE_MODEL) -> None:
+    """Refuse what cannot be a base model of this kind, from names and headers alone.
+
+    Raises:
+        OptionError: missing parts, damage, or another kind of model.
+    """
+    found = kind_of_model(path, option)
+    if found is not None:  # what a pickle holds, load_model looks at
+        _refuse_other_kinds(path, found, kind, option)
 
 
 SCRIPTS = {"sdxl": "sdxl_train_network.py or sdxl_train.py", "sd1": "train_network.py", "sd2": "train_network.py --v2"}
 
 
-def _refuse_other_kinds(path: Path, found: str, wanted: str) -> None:
+def _refuse_other_kinds(path: Path, found: str, wanted: str, option: str) -> None:
     if found == wanted:
         return
     if found == "lora":
-        raise _bad_file(path, BASE_MODEL, "is a LoRA, not a base model. Give it with --network_weights")
+        way_out = "Give it with --network_weights" if option == BASE_MODEL else "Give a whole model"
+        raise _bad_file(path, option, f"is a LoRA, not a base model. {way_out}")
     if found == "unknown":
-        raise _bad_file(path, BASE_MODEL, "holds no Stable Diffusion U-Net. Give a whole model")
+        raise _bad_file(path, option, "holds no Stable Diffusion U-Net. Give a whole model")
     if "sdxl" in (found, wanted):
         name = "an SDXL model" if found == "sdxl" else f"a model of Stable Diffusion {found[2]}.x"
-        raise _bad_file(path, BASE_MODEL, f"is {name}. Use {SCRIPTS[found]}")
+        raise _bad_file(path, option, f"is {name}. Use {SCRIPTS[found]}")
     way_out = "Add --v2" if found == "sd2" else "Leave --v2 out"
-    raise _bad_file(path, BASE_MODEL, f"is a model of Stable Diffusion {found[2]}.x. {way_out}")
+    raise _bad_file(path, option, f"is a model of Stable Diffusion {found[2]}.x. {way_out}")
 
 
 # --------------------------------------------------------------------------------------------------------- loading
@@ -222,6 +235,7 @@ def load_model(
     vae_path: Path | None = None,
     tokenizer_cache: Path | None = None,
     mapped: bool = True,
+    option: str = BASE_MODEL,
 ) -> LoadedModel:
     """Load a base model, whole size or tiny, on the CPU.
 
@@ -229,13 +243,14 @@ def load_model(
         path: a file or a Diffusers folder. kind: ``sd1``, ``sd2`` or ``sdxl``.
         dtype: of U-Net, text encoders and VAE. vae_path: a VAE to use instead, file or folder.
         tokenizer_cache: ``--tokenizer_cache_dir``. mapped: as in :func:`read_tensors`.
+        option: named in messages.
 
     Raises:
         OptionError: the file cannot be read or is another kind of model.
     """
-    check_model(path, kind)
+    check_model(path, kind, option)
     is_folder = path.is_dir()
-    model = _load_folder(path, kind, dtype) if is_folder else _load_file(path, kind, dtype, mapped)
+    model = _load_folder(path, kind, dtype, option) if is_folder else _load_file(path, kind, dtype, mapped, option)
     for layout in keys.TEXT_LAYOUTS[kind]:
         model.tokenizers.append(find_tokenizer(layout.tokenizer, path if is_folder else None, tokenizer_cache))
     if vae_path is not None:
@@ -259,7 +274,7 @@ def _encoder_class(layout: keys.TextLayout) -> Any:
     return CLIPTextModelWithProjection if layout.projection else CLIPTextModel
 
 
-def _load_folder(folder: Path, kind: str, dtype: torch.dtype) -> LoadedModel:
+def _load_folder(folder: Path, kind: str, dtype: torch.dtype, option: str) -> LoadedModel:
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
     _quiet_transformers()
@@ -269,9 +284,7 @@ def _load_folder(folder: Path, kind: str, dtype: torch.dtype) -> LoadedModel:
             return cls.from_pretrained(folder / part, torch_dtype=dtype, local_files_only=True)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             reason = str(error).strip().splitlines()[0][:160]
-            raise _bad_file(
-                folder / part, BASE_MODEL, f"cannot be loaded ({reason}). Fetch the folder again"
-            ) from error
+            raise _bad_file(folder / part, option, f"cannot be loaded ({reason}). Fetch the folder again") from error
 
     return LoadedModel(
         text_encoders=[load(_encoder_class(layout), layout.folder) for layout in keys.TEXT_LAYOUTS[kind]],
@@ -283,12 +296,12 @@ def _load_folder(folder: Path, kind: str, dtype: torch.dtype) -> LoadedModel:
     )
 
 
-def _load_file(path: Path, kind: str, dtype: torch.dtype, mapped: bool) -> LoadedModel:
+def _load_file(path: Path, kind: str, dtype: torch.dtype, mapped: bool, option: str) -> LoadedModel:
     from diffusers import UNet2DConditionModel
 
     _quiet_transformers()
-    tensors = read_tensors(path, BASE_MODEL, mapped)
-    _refuse_other_kinds(path, kind_of_keys(tensors), kind)
+    tensors = read_tensors(path, option, mapped)
+    _refuse_other_kinds(path, kind_of_keys(tensors), kind, option)
     carried = {keys.LOGIT_SCALE: tensors[keys.LOGIT_SCALE]} if keys.LOGIT_SCALE in tensors else {}
     try:
         unet = _taken(tensors, keys.UNET_PREFIX)
@@ -300,15 +313,13 @@ def _load_file(path: Path, kind: str, dtype: torch.dtype, mapped: bool) -> Loade
         vae_module = _vae_of(_taken(tensors, keys.VAE_PREFIX), dtype, kind)
     except (KeyError, IndexError, StopIteration, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
-        raise _bad_file(
-            path, BASE_MODEL, f"lacks parts of a Stable Diffusion model ({reason}). Fetch it again"
-        ) from error
-    counts = (0, 0) if path.suffix == ".safetensors" else _trained_counts(path)
+        raise _bad_file(path, option, f"lacks parts of a Stable Diffusion model ({reason}). Fetch it again") from error
+    counts = (0, 0) if path.suffix == ".safetensors" else _trained_counts(path, option)
     return LoadedModel(encoders, [], vae_module, unet_module, True, path, carried, counts)
 
 
-def _trained_counts(path: Path) -> tuple[int, int]:
-    content = _unpickled(path, BASE_MODEL)
+def _trained_counts(path: Path, option: str) -> tuple[int, int]:
+    content = _unpickled(path, option)
     return int(content.get("epoch", 0)), int(content.get("global_step", 0))
 
 

@@ -215,21 +215,30 @@ def run_metadata(args: Any, facts: RunFacts) -> dict[str, str]:
     return entries
 
 
+def file_modelspec(
+    architecture: str, implementation: str, resolution: str, title: str, v_parameterization: bool
+) -> dict[str, str]:
+    """Give the modelspec entries that every file has; ``resolution`` is a text like 512x512."""
+    commit = revision()
+    return {
+        "modelspec.sai_model_spec": "1.0.1",
+        "modelspec.architecture": architecture,
+        "modelspec.implementation": implementation,
+        "modelspec.implementation_version": f"sd-scripts/{'unknown' if commit == '(unknown)' else commit}",
+        "modelspec.title": title,
+        "modelspec.date": datetime.datetime.now().replace(microsecond=0).isoformat(),
+        "modelspec.resolution": resolution,
+        "modelspec.prediction_type": "v" if v_parameterization else "epsilon",
+    }
+
+
 def modelspec(args: Any, facts: RunFacts) -> dict[str, str]:
     """Give the modelspec entries of a LoRA or a model."""
     kind = "LoRA" if facts.architecture.endswith("/lora") else "Checkpoint"
     sizes = [part.strip() for part in str(args.resolution).split(",")] if args.resolution else []
-    commit = revision()
-    entries = {
-        "modelspec.sai_model_spec": "1.0.1",
-        "modelspec.architecture": facts.architecture,
-        "modelspec.implementation": facts.implementation,
-        "modelspec.implementation_version": f"sd-scripts/{'unknown' if commit == '(unknown)' else commit}",
-        "modelspec.title": args.metadata_title or args.output_name or f"{kind}@{facts.started_at:.0f}",
-        "modelspec.date": datetime.datetime.now().replace(microsecond=0).isoformat(),
-        "modelspec.resolution": f"{sizes[0]}x{sizes[-1]}" if sizes else facts.resolution,
-        "modelspec.prediction_type": "v" if args.v_parameterization else "epsilon",
-    }
+    title = args.metadata_title or args.output_name or f"{kind}@{facts.started_at:.0f}"
+    resolution = f"{sizes[0]}x{sizes[-1]}" if sizes else facts.resolution
+    entries = file_modelspec(facts.architecture, facts.implementation, resolution, title, args.v_parameterization)
     if args.min_timestep is not None or args.max_timestep is not None:
         low = 0 if args.min_timestep is None else args.min_timestep
         entries["modelspec.timestep_range"] = f"{low},{1000 if args.max_timestep is None else args.max_timestep}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from library.checkpoint import LoadedModel, check_model, load_model
-from library.model_configs import LATENT_SCALES
+from library.model_configs import LATENT_SCALES, NOISE_SCHEDULE
 from library.text_encoding import encode, encode_penultimate, tokenize
 
 log = logging.getLogger(__name__)
@@ -219,6 +220,23 @@ SDXL = ModelFamily(
     pipeline=_sdxl_pipeline,
     prompt_arguments=lambda text: {"prompt_embeds": torch.cat(list(text[:2]), dim=-1), "pooled_prompt_embeds": text[2]},
 )
+
+
+FAMILIES = {"sd1": SD, "sd2": SD, "sdxl": SDXL}  # by kind of model
+
+
+def pipeline_for_saving(family: ModelFamily, model: LoadedModel) -> Any:
+    """Give a pipeline with the scheduler of the folder the model came from, or that of the original model."""
+    import diffusers
+
+    config = model.source / "scheduler" / "scheduler_config.json"
+    if config.is_file():
+        name = json.loads(config.read_text(encoding="utf-8"))["_class_name"]
+        scheduler = getattr(diffusers, name).from_pretrained(config.parent, local_files_only=True)
+    else:
+        settings_of_original = {"clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
+        scheduler = diffusers.DDIMScheduler(**NOISE_SCHEDULE, **settings_of_original)
+    return family.pipeline(model, scheduler)
 
 
 def set_attention(unet: Any, choice: str) -> None:

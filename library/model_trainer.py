@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from argparse import Namespace
 from collections.abc import Sequence
@@ -26,8 +25,7 @@ from library.fused_steps import (
     unit_of_optimizer,
     units_of_parameters,
 )
-from library.model_configs import NOISE_SCHEDULE
-from library.model_families import SD, SDXL, ModelFamily
+from library.model_families import SD, SDXL, pipeline_for_saving
 from library.optimizers import find_optimizer, get_optimizer
 from library.run_plan import RunPlan
 from library.schedulers import get_scheduler_fix
@@ -132,7 +130,7 @@ class ModelTrainer(NetworkTrainer):
             idle=self.family.idle_parameters(model.text_encoders),
             block_rates=self._block_rates(args),
             block_of=self.family.block_of,
-            pipeline=functools.partial(_pipeline_for_saving, self.family, model),
+            pipeline=functools.partial(pipeline_for_saving, self.family, model),
             safetensors=args.save_model_as != "diffusers",
         )
         return network, {}
@@ -159,20 +157,6 @@ class ModelTrainer(NetworkTrainer):
         fused = FusedSteps(units, by_id, args.max_grad_norm)
         scheduler = SchedulerList(schedulers, accelerator.num_processes)
         return OptimizerParts(built[0][0], built[0][1], raw, raw, scheduler, fused)
-
-
-def _pipeline_for_saving(family: ModelFamily, model: LoadedModel) -> Any:
-    """Give a pipeline with the scheduler of the folder the model came from, or that of the original model."""
-    import diffusers
-
-    config = model.source / "scheduler" / "scheduler_config.json"
-    if config.is_file():
-        name = json.loads(config.read_text(encoding="utf-8"))["_class_name"]
-        scheduler = getattr(diffusers, name).from_pretrained(config.parent, local_files_only=True)
-    else:
-        settings_of_original = {"clip_sample": False, "set_alpha_to_one": False, "steps_offset": 1}
-        scheduler = diffusers.DDIMScheduler(**NOISE_SCHEDULE, **settings_of_original)
-    return family.pipeline(model, scheduler)
 
 
 def _check_fused(args: Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,21 @@ def check_output_name(name: str | None) -> None:
         wrong = "it is longer than 200 bytes"
     if wrong:
         raise OptionError(f"--output_name {name!r}: {wrong}. Use a plain name, for example --output_name lighthouse")
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Refuse a folder that cannot be made or written to; ``option`` is named in the message.
+
+    Raises:
+        OptionError: with the place that is in the way.
+    """
+    existing = folder.absolute()
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise OptionError(f"{option} {folder}: {existing} is a file. Give a folder")
+    if not os.access(existing, os.W_OK):
+        raise OptionError(f"{option} {folder}: {existing} is not writable. Give another folder")
 
 
 @dataclass(frozen=True)

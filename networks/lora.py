@@ -375,19 +375,7 @@ class LoRANetwork(nn.Module):
 
     def save_weights(self, file: str | Path, dtype: torch.dtype | None, metadata: dict[str, str] | None) -> None:
         """Write the network; ``.safetensors`` with metadata and its hashes, other suffixes by torch.save without."""
-        from safetensors.torch import save_file
-
-        from library.metadata import precalculate_safetensors_hashes
-
-        path = Path(file)
-        tensors = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in self.state_dict().items()}
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        if path.suffix != ".safetensors":
-            write_file(path, lambda temporary: torch.save(tensors, temporary), size)
-            return
-        model_hash, legacy_hash = precalculate_safetensors_hashes(tensors, metadata or {})
-        content = {**(metadata or {}), "sshs_model_hash": model_hash, "sshs_legacy_hash": legacy_hash}
-        write_file(path, lambda temporary: save_file(tensors, temporary, metadata=content), size)
+        write_network_file(Path(file), self.state_dict(), dtype, metadata)
 
     def merge_to(
         self, text_encoder: Any, unet: nn.Module, weights_sd: Mapping[str, Tensor], dtype: torch.dtype, device: Any
@@ -446,6 +434,24 @@ def read_network_file(file: str | Path, option: str) -> dict[str, Tensor]:
     if not path.is_file():
         raise OptionError(f"{option} {file}: there is no such file. Give a .safetensors, .ckpt or .pt LoRA")
     return read_tensors(path, option)
+
+
+def write_network_file(
+    path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, metadata: Mapping[str, str] | None
+) -> None:
+    """Write tensors as a LoRA file, cast to ``dtype``; kinds of file as :meth:`LoRANetwork.save_weights` says."""
+    from safetensors.torch import save_file
+
+    from library.metadata import precalculate_safetensors_hashes
+
+    tensors = {key: value.detach().to("cpu", dtype or value.dtype).contiguous() for key, value in tensors.items()}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if path.suffix != ".safetensors":
+        write_file(path, lambda temporary: torch.save(tensors, temporary), size)
+        return
+    model_hash, legacy_hash = precalculate_safetensors_hashes(tensors, metadata or {})
+    content = {**(metadata or {}), "sshs_model_hash": model_hash, "sshs_legacy_hash": legacy_hash}
+    write_file(path, lambda temporary: save_file(tensors, temporary, metadata=content), size)
 
 
 def _trimmed_shape(tensor: Tensor) -> tuple[int, ...]:

@@ -27,7 +27,9 @@ LEVELS = [
     {"sampling", "batch_loss"},
     {"loop", "trainer_hooks"},
     {"trainer", "old_signatures"},
-    {"model_trainer"},
+    {"model_trainer", "lora_tools", "check_lora_weights"},
+    {"merge_lora", "resize_lora", "extract_lora_from_models"},
+    {"sdxl_merge_lora", "svd_merge_lora"},
 ]
 TABLES = {"train_util", "utils", "custom_train_functions", "model_util", "deepspeed_utils", "sai_model_spec"}
 TABLES |= {"sdxl_train_util", "sdxl_model_util"}
