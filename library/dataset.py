@@ -299,7 +299,8 @@ class _Part:
                 if not items:
                     log.warning("%s: no images in %s", spec.source, subset.metadata_file or subset.image_dir)
                 if spec.kind is Kind.DREAMBOOTH and share > 0 and not subset.is_reg:
-                    items = split_items(items, not validation, share, seed)
+                    part = {item.path for item in split_items(items, not validation, share, seed)}
+                    items = [item for item in items if item.path in part]  # as if the others were not in the folder
             found.append(items)
         return found
 
@@ -541,14 +542,9 @@ class TrainingData(Dataset):
 
     # -- checks and caching
 
-    def check_images(self) -> None:
-        """Decode every image once.
-
-        Raises:
-            OptionError: one line that names all files that cannot be decoded.
-        """
-        files = [file for placed in self.placed for file in (placed.item.path, placed.item.mask) if file]
-        images.check_images(dict.fromkeys(files))
+    def files(self) -> list[Path]:
+        """Give every image and mask that is used."""
+        return [file for placed in self.placed for file in (placed.item.path, placed.item.mask) if file]
 
     def check_cacheable(self) -> None:
         """Refuse options that change pixels at every draw, which latents made once cannot follow."""
@@ -651,6 +647,15 @@ def _stacked_masks(masks: list[Tensor | None]) -> Tensor | None:
     if not present:
         return None
     return torch.stack([torch.ones_like(present[0]) if mask is None else mask for mask in masks])
+
+
+def check_images(data: Iterable[TrainingData]) -> None:
+    """Decode every image once.
+
+    Raises:
+        OptionError: one line that names all files that cannot be decoded.
+    """
+    images.check_images(dict.fromkeys(file for each in data for file in each.files()))
 
 
 # --------------------------------------------------------------------------------------------------------- loader

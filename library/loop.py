@@ -59,6 +59,7 @@ class LoopSteps:
         report_step: called with (update, loss of the last batch, mean loss, weight norms, rates used and scalars of
             filters).
         report_epoch: called with (update, mean loss).
+        validate: called with (update, whether its epoch ends, mean loss) when a validation may be due.
     """
 
     loss_of_batch: Callable[[dict[str, Any]], BatchResult]
@@ -66,6 +67,7 @@ class LoopSteps:
     draw_samples: Callable[[int | None, int], None]
     report_step: Callable[[Update, float, float, dict[str, float], dict[str, float]], None]
     report_epoch: Callable[[Update, float], None]
+    validate: Callable[[Update, bool, float], None]
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ class TrainingLoop:
         self._log_update(update, results, norms)
         self.output.after_step(update)
         self.steps.draw_samples(None, update.step)
+        self.steps.validate(update, False, self.average.mean)
         if update.ends_epoch or update.step == self.plan.max_steps:
             self._end_epoch(update)
 
@@ -276,3 +279,4 @@ class TrainingLoop:
         self.steps.report_epoch(update, self.average.mean)
         self.output.after_epoch(update, is_last=update.step == self.plan.max_steps)
         self.steps.draw_samples(update.epoch, update.step)
+        self.steps.validate(update, True, self.average.mean)

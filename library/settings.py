@@ -68,6 +68,16 @@ class SampleSettings:
     at_first: bool
 
 
+@dataclass(frozen=True)
+class ValidationSettings:
+    """When the loss on held-out images is measured; ``every_n_epochs`` None means every one, steps None means none."""
+
+    every_n_steps: int | None
+    every_n_epochs: int | None
+    max_batches: int | None
+    seed: int
+
+
 def _positive(value: int | None) -> int | None:
     return value if value and value > 0 else None
 
@@ -150,6 +160,16 @@ def read_samples(args: Namespace) -> SampleSettings:
         every_n_steps=None if every_n_epochs else _positive(args.sample_every_n_steps),
         every_n_epochs=every_n_epochs,
         at_first=args.sample_at_first,
+    )
+
+
+def read_validation(args: Namespace, seed: int) -> ValidationSettings:
+    """Read when to validate; ``seed`` is that of the run."""
+    return ValidationSettings(
+        every_n_steps=_positive(args.validate_every_n_steps),
+        every_n_epochs=_positive(args.validate_every_n_epochs),
+        max_batches=_positive(args.max_validation_steps),
+        seed=seed if args.validation_seed is None else args.validation_seed,
     )
 
 

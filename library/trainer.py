@@ -29,23 +29,24 @@ from library.args import check_options, with_defaults
 from library.batch_loss import BatchResult
 from library.checkpoint import LoadedModel, find_model
 from library.config_util import DatasetSpec, load_dataset_specs
-from library.dataset import TrainingData, dataset_metadata
-from library.errors import ErrorCollector, OptionError, RunStopped
+from library.dataset import TrainingData, check_images, dataset_metadata
+from library.errors import ErrorCollector, OptionError
 from library.fused_steps import FusedSteps
 from library.key_values import as_items, parse_strings
 from library.latent_cache import cache_latents
 from library.loop import LoopSettings, LoopSteps, TrainedParts, TrainingLoop
-from library.losses import first_non_finite
 from library.model_families import SD, SDXL, ModelFamily
 from library.naming import OutputNames
 from library.optimizers import check_optimizer, evaluation_weights, get_optimizer
 from library.output import RunOutput
 from library.run_plan import RunPlan, Update, initial_step
+from library.run_saver import RunSaver
 from library.sampling import SamplePrompt, generate_samples, load_prompts
 from library.schedulers import check_scheduler, get_scheduler_fix, put_schedule_in_force
 from library.signals import StopRequest
 from library.text_cache import cache_text_outputs
 from library.trainer_hooks import TrainerHooks
+from library.validation import Validation, validation_timesteps
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +59,15 @@ class Checked:
 
     model_path: Path
     data: TrainingData
+    validation: TrainingData | None
     prompts: list[SamplePrompt]
     resume: Path | None
     record: state.StateRecord | None
     seed: int
+
+    def data_sets(self) -> list[TrainingData]:
+        """Give what is trained on, and what is validated with where there is such a part."""
+        return [self.data] + ([self.validation] if self.validation else [])
 
 
 @dataclass
@@ -114,20 +120,24 @@ class NetworkTrainer(TrainerHooks):
         plan = RunPlan.from_limits(
             len(checked.data), accelerator.num_processes, length.accumulation, length.max_steps, length.max_epochs
         )
-        checked.data.max_train_steps = plan.max_steps
+        for data in checked.data_sets():
+            data.max_train_steps = plan.max_steps
         resumed = checked.record.current_step if checked.record else None
         done, source = initial_step(plan, resumed, length.initial_step, length.initial_epoch)
 
         model = self._load_model(args, checked, precision, accelerator)
-        checked.data.tokenize = self.get_tokenize_strategy(args).tokenize
+        for data in checked.data_sets():
+            data.tokenize = self.get_tokenize_strategy(args).tokenize
         network, network_args = self.create_network(args, model, precision, accelerator)
         parts, optimizer_name, optimizer_args = self._create_optimizer(args, network, model, accelerator, plan)
         if args.cache_latents or args.cache_latents_to_disk:
             self._refuse_strategy(self.get_latents_caching_strategy(args), "latents")
-            self._cache_latents(args, checked.data, model, accelerator)
-        self.cache_text_encoder_outputs_if_needed(
-            args, accelerator, model.unet, model.vae, model.text_encoders, checked.data, DTYPES[precision.mixed]
-        )
+            for data in checked.data_sets():
+                self._cache_latents(args, data, model, accelerator)
+        for data in checked.data_sets():
+            self.cache_text_encoder_outputs_if_needed(
+                args, accelerator, model.unet, model.vae, model.text_encoders, data, DTYPES[precision.mixed]
+            )
         if checked.record is not None:
             self._resume(checked.resume, checked.record, parts, accelerator, plan, optimizer_name)
         log.info(
@@ -148,7 +158,9 @@ class NetworkTrainer(TrainerHooks):
             batches_per_epoch=plan.batches,
             seed=checked.seed,
             network_args=network_args,
-            dataset=dataset_metadata(checked.data, None, bool(args.dataset_config), plan.processes * plan.accumulation),
+            dataset=dataset_metadata(
+                checked.data, checked.validation, bool(args.dataset_config), plan.processes * plan.accumulation
+            ),
             grad_filter=handle.metadata() if (handle := grad_filter.handle_of(parts.raw_optimizer)) else {},
         )
         self._run(args, accelerator, plan, checked, model, parts, precision, logs, facts, done)
@@ -195,7 +207,7 @@ class NetworkTrainer(TrainerHooks):
         check_options(args, self.script)
         errors = ErrorCollector()
         precision = settings.read_precision(args)
-        found: dict[str, Any] = {"prompts": [], "resume": None, "record": None}
+        found: dict[str, Any] = {"prompts": [], "resume": None, "record": None, "validation": None}
         with errors.check():
             check_precision(precision.mixed, precision.full)
         with errors.check():
@@ -221,12 +233,13 @@ class NetworkTrainer(TrainerHooks):
             specs = load_dataset_specs(args)
             _refuse_output_preservation(specs)
             found["data"] = TrainingData(specs, seed=found["seed"], bucket_divisor=self.family.bucket_divisor)
-            found["data"].check_images()
+            found["validation"] = _validation_data(args, specs, found["seed"], self.family.bucket_divisor)
+            check_images([data for data in (found["data"], found["validation"]) if data])
             if args.cache_latents or args.cache_latents_to_disk:
                 found["data"].check_cacheable()
             if args.cache_text_encoder_outputs or args.cache_text_encoder_outputs_to_disk:
                 found["data"].check_text_cacheable()
-            self.assert_extra_args(args, found["data"], None)
+            self.assert_extra_args(args, found["data"], found["validation"])
         errors.raise_if_any()
         return Checked(**found)
 
@@ -394,6 +407,9 @@ class NetworkTrainer(TrainerHooks):
         )
 
     def _cache_text_outputs(self, args: Namespace, data: TrainingData, model: LoadedModel, accelerator: Any) -> None:
+        for encoder in model.text_encoders:
+            encoder.to(accelerator.device)
+
         def encode(captions: list[str]) -> list[torch.Tensor]:
             ids = self.family.tokenize(model.tokenizers, captions, args.max_token_length)
             ids = [each.to(accelerator.device) for each in ids]
@@ -525,17 +541,19 @@ class NetworkTrainer(TrainerHooks):
             )
 
         stop = StopRequest()
+        loss_of_batch = self._loss_of_batch(args, accelerator, model, parts, DTYPES[precision.mixed])
         loop = TrainingLoop(
             accelerator,
             plan,
             checked.data,
             parts,
             LoopSteps(
-                self._loss_of_batch(args, accelerator, model, parts, DTYPES[precision.mixed]),
+                loss_of_batch,
                 functools.partial(self.all_reduce_network, accelerator),
                 sample,
                 functools.partial(self._report_step, args, accelerator, parts),
                 functools.partial(self._report_epoch, accelerator),
+                self._validate(args, accelerator, checked, model, parts, DTYPES[precision.mixed], loss_of_batch, stop),
             ),
             output,
             LoopSettings(
@@ -565,15 +583,18 @@ class NetworkTrainer(TrainerHooks):
 
     def _loss_of_batch(
         self, args: Namespace, accelerator: Any, model: LoadedModel, parts: TrainedParts, dtype: torch.dtype
-    ) -> Callable[[dict[str, Any]], BatchResult]:
+    ) -> Callable[..., BatchResult]:
+        """Give the forward pass of a batch; with a timestep it is one of the validation, at that timestep."""
         scheduler = self.get_noise_scheduler(args, accelerator.device)
         encoding, tokenizing = self.get_text_encoding_strategy(args), self.get_tokenize_strategy(args)
         trains_text_encoder = any(self.get_text_encoders_train_flags(args, model.text_encoders))
         trains_unet = settings.read_trained_parts(args)[1]
 
-        def loss_of_batch(batch: dict[str, Any]) -> BatchResult:
+        def loss_of_batch(batch: dict[str, Any], timestep: int | None = None) -> BatchResult:
+            is_train = timestep is None
+            own = args if is_train else Namespace(**{**vars(args), "min_timestep": timestep, "max_timestep": timestep})
             self._details = None
-            self.on_step_start(args, accelerator, parts.network, model.text_encoders, model.unet, batch, dtype)
+            self.on_step_start(own, accelerator, parts.network, model.text_encoders, model.unet, batch, dtype, is_train)
             loss = self.process_batch(
                 batch,
                 model.text_encoders,
@@ -584,9 +605,10 @@ class NetworkTrainer(TrainerHooks):
                 model.vae.dtype,
                 dtype,
                 accelerator,
-                args,
+                own,
                 encoding,
                 tokenizing,
+                is_train=is_train,
                 train_text_encoder=trains_text_encoder,
                 train_unet=trains_unet,
             )
@@ -595,6 +617,42 @@ class NetworkTrainer(TrainerHooks):
             return BatchResult(loss, self._details.losses, self._details.timesteps)
 
         return loss_of_batch
+
+    def _validate(
+        self,
+        args: Namespace,
+        accelerator: Any,
+        checked: Checked,
+        model: LoadedModel,
+        parts: TrainedParts,
+        dtype: torch.dtype,
+        loss_of_batch: Callable[..., BatchResult],
+        stop: StopRequest,
+    ) -> Callable[[Update, bool, float], None]:
+        """Give what measures the loss on held-out images when it is due, and logs it."""
+        if checked.validation is None:
+            return lambda update, at_epoch_end, training_loss: None
+        noise = settings.read_noise(args)
+        modules = (model.unet, model.vae, *model.text_encoders, parts.network)
+        validation = Validation(
+            checked.validation,
+            settings.read_validation(args, checked.seed),
+            validation_timesteps(noise.min_timestep, noise.max_timestep),
+            modules,
+            lambda batch, timestep: float(loss_of_batch(batch, timestep).loss),
+            lambda batch: self.on_validation_step_end(
+                args, accelerator, parts.network, model.text_encoders, model.unet, batch, dtype
+            ),
+            workers=args.max_data_loader_n_workers,
+            stopping=lambda: bool(stop.number),
+        )
+
+        def validate(update: Update, at_epoch_end: bool, training_loss: float) -> None:
+            if validation.due(update, at_epoch_end):
+                with evaluation_weights(parts.raw_optimizer):
+                    self._log_validation(accelerator, validation, update, at_epoch_end, training_loss)
+
+        return validate
 
     def _report_step(
         self,
@@ -629,107 +687,6 @@ class SdxlNetworkTrainer(NetworkTrainer):
 
     family = SDXL
     script = "sdxl_train_network"
-
-
-class RunSaver:
-    """Writes the model files and states of a run, on the main process.
-
-    Attributes:
-        average: losses of the epoch, kept in the record of a state.
-    """
-
-    def __init__(
-        self,
-        accelerator: Any,
-        plan: RunPlan,
-        parts: TrainedParts,
-        optimizer_name: str,
-        seed: int,
-        dtype: torch.dtype | None,
-        entries: dict[str, str],
-        modelspec: dict[str, str],
-        minimum: bool,
-    ):
-        self.accelerator = accelerator
-        self.plan = plan
-        self.parts = parts
-        self.seed = seed
-        self.dtype = dtype
-        self.optimizer_name = optimizer_name
-        self.minimum = minimum
-        self.run_metadata = entries
-        self.modelspec = modelspec
-        self.average: Any = None
-
-    def write_model(self, path: Path, update: Update, at_epoch_end: bool) -> None:
-        """Write the network with the weights meant for use."""
-        if not self.accelerator.is_main_process:
-            return
-        with evaluation_weights(self.parts.raw_optimizer):
-            self._refuse_non_finite(path, update)
-            content = metadata.save_metadata(
-                self.run_metadata,
-                self.modelspec,
-                steps=update.step,
-                epoch=update.epoch if at_epoch_end else update.epoch - 1,  # as the reference counts at step saves
-                finished_at=time.time(),
-                minimum=self.minimum,
-            )
-            self._guarded(path, lambda: self.parts.network.save_weights(str(path), self.dtype, content))
-
-    def write_state(self, folder: Path, update: Update, at_epoch_end: bool) -> None:
-        """Write a state folder; every process contributes its random numbers."""
-        from accelerate.utils import gather_object
-
-        random_states = gather_object([state.random_states()])
-        if not self.accelerator.is_main_process:
-            return
-        self._refuse_non_finite(folder, update)
-        optimizer = self.parts.raw_optimizer
-        scheduler = self.parts.scheduler
-        record = state.StateRecord(
-            current_epoch=update.epoch,
-            current_step=update.step,
-            seed=self.seed,
-            batches=self.plan.batches,
-            processes=self.plan.processes,
-            accumulation=self.plan.accumulation,
-            optimizer=self.optimizer_name,
-            parameters=self.parts.names,
-            rates=[group.get("initial_lr", group.get("lr")) for group in optimizer.param_groups],
-            losses=list(self.average.losses),
-            epoch_ended=at_epoch_end,
-        )
-        self._guarded(
-            folder,
-            lambda: state.save_state(
-                folder,
-                weights=[module.state_dict() for module in self.parts.stored],
-                optimizer=optimizer,
-                scheduler=scheduler if hasattr(scheduler, "state_dict") else None,
-                scaler=self.accelerator.scaler,
-                random_states_of_ranks=random_states,
-                record=record,
-            ),
-        )
-
-    def _refuse_non_finite(self, target: Path, update: Update) -> None:
-        bad = first_non_finite(self.parts.network.named_parameters())
-        if bad is not None:
-            raise RunStopped(
-                f"step {update.step}: the weights of {bad} are not finite, {target} is not written. Earlier saves "
-                f"are intact. Lower --learning_rate"
-            )
-
-    @staticmethod
-    def _guarded(target: Path, write: Any) -> None:
-        try:
-            write()
-        except OSError as error:
-            raise RunStopped(
-                f"{target} could not be written ({error.strerror or error}). Earlier saves are intact. Free some "
-                f"room in the output folder and resume"
-            ) from error
 
 
 # --------------------------------------------------------------------------------------------------------- helpers
@@ -779,6 +736,20 @@ def _draw_filter_pictures(handle: grad_filter.FilterHandle, folder: Path) -> Non
             log.info("picture of the gradient filter: %s", picture)
     except Exception as error:  # everything that matters is saved by now
         log.warning("no picture of the gradient filter: %s: %s", type(error).__name__, error)
+
+
+def _validation_data(
+    args: Namespace, specs: Sequence[DatasetSpec], seed: int, bucket_divisor: int
+) -> TrainingData | None:
+    data = None
+    if any(spec.validation_split for spec in specs):
+        data = TrainingData(specs, seed=seed, bucket_divisor=bucket_divisor, validation=True)
+    if data is not None and not len(data):
+        log.warning("--validation_split: the part is too small for one image, there is no validation")
+        data = None
+    if data is None and (args.validate_every_n_steps or args.validate_every_n_epochs):
+        log.warning("there are no images to validate with. Example: --validation_split 0.1")
+    return data
 
 
 def _refuse_output_preservation(specs: Sequence[DatasetSpec]) -> None:

@@ -28,6 +28,8 @@ from library.losses import weighted
 from library.model_families import SD, ModelFamily, set_attention
 from library.noise import disturb, noise_schedule
 from library.optimizers import logged_rates, step_size_estimates
+from library.run_plan import Update
+from library.validation import Validation
 
 log = logging.getLogger(__name__)
 
@@ -434,6 +436,24 @@ class TrainerHooks:
         self, accelerator: Any, logs: dict[str, float], global_step: int, epoch: int, val_step: int
     ) -> None:
         self.accelerator_logging(accelerator, logs, global_step + val_step, global_step, epoch, val_step)
+
+    def _log_validation(
+        self, accelerator: Any, validation: Validation, update: Update, at_epoch_end: bool, training_loss: float
+    ) -> None:
+        """Measure the loss on held-out images and log it, with its distance from the training's mean loss."""
+        name = f"loss/validation/{'epoch' if at_epoch_end else 'step'}"
+        mean = validation.measure(
+            accelerator,
+            lambda number, loss: self.val_logging(
+                accelerator, {f"{name}_current": loss}, update.step, update.epoch, number
+            ),
+        )
+        if mean is None:
+            return
+        log.info("validation loss after step %d: %.4g (training: %.4g)", update.step, mean, training_loss)
+        logs = {f"{name}_average": mean, f"{name}_divergence": mean - training_loss}
+        write = self.epoch_logging if at_epoch_end else self.step_logging
+        write(accelerator, logs, update.step, update.epoch)
 
     def accelerator_logging(
         self,

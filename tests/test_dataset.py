@@ -16,7 +16,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from library.config_util import load_dataset_specs
-from library.dataset import BatchKey, TrainingData, batch_loader, dataset_metadata, split_items
+from library.dataset import BatchKey, TrainingData, batch_loader, check_images, dataset_metadata, split_items
 from library.errors import OptionError
 from library.latent_cache import CachedLatents, cache_latents
 from tests.conftest import spec_fixture
@@ -354,6 +354,7 @@ def test_validation_images_are_not_trained_on(root, validation_seed):
         for part in (False, True)
     )
     assert not set(train) & set(validation)
+    assert list(train) == sorted(train) and list(validation) == sorted(validation)  # as if the rest were not
     assert len(train) + len(validation) == len(SIZES)
     assert set(train.values()) == {2} and set(validation.values()) == {1}
 
@@ -433,7 +434,7 @@ def test_cut_images_are_found_by_the_check(root):
     path = root / "2_sks cat" / "5.png"
     path.write_bytes(path.read_bytes()[:20_000])
     with pytest.raises(OptionError, match=r"broken image: .*5\.png"):
-        data_of(root).check_images()
+        check_images([data_of(root)])
 
 
 # ------------------------------------------------------------------------------------------------------- metadata
