@@ -56,7 +56,6 @@ REFUSED: dict[str, str] = {
     "dataset_class": f"{NOT_YET}. Describe the data with --dataset_config",
     "debug_dataset": f"{NOT_YET}. Leave it out",
     "cache_info": f"{NOT_YET}. Leave it out",
-    "weighted_captions": f"{NOT_YET}. Leave it out",
     "conditioning_data_dir": "mask folders are given per subset. Write conditioning_data_dir into --dataset_config",
     "log_tracker_config": f"{NOT_YET}. Leave it out",
     "wandb_api_key": "only TensorBoard is supported yet. Use --log_with tensorboard",

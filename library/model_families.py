@@ -13,7 +13,7 @@ from torch import Tensor
 
 from library.checkpoint import LoadedModel, check_model, load_model
 from library.model_configs import LATENT_SCALES, NOISE_SCHEDULE
-from library.text_encoding import encode, encode_penultimate, tokenize
+from library.text_encoding import encode, encode_penultimate, tokenize, tokenize_with_weights, weighted
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class ModelFamily:
         check: refuses a wrong model file from its header; called with (path, kind).
         load: called with (path, kind, dtype=..., vae_path=..., tokenizer_cache=..., mapped=...).
         tokenize: called with (tokenizers, captions, max_token_length); one (B, n, 77) tensor per encoder.
+        tokenize_with_weights: called with the same, reads attention weights; (ids, weights), a list of each.
         encode_text: called with (text_encoders, input_ids_list, clip_skip); list of tensors that ``predict`` takes.
         predict: called with (unet, noisy_latents, timesteps, text_outputs, batch); (B, C, h, w).
         version: called with (v2, v_parameterization); the name in LoRA metadata.
@@ -59,6 +60,7 @@ class ModelFamily:
     check: Callable[[Any, str], None]
     load: Callable[..., LoadedModel]
     tokenize: Callable[[Sequence[Any], Sequence[str], int | None], list[Tensor]]
+    tokenize_with_weights: Callable[[Sequence[Any], Sequence[str], int | None], tuple[list[Tensor], list[Tensor]]]
     encode_text: Callable[[Sequence[Any], Sequence[Tensor], int | None], list[Tensor]]
     predict: Callable[[Any, Tensor, Tensor, Sequence[Tensor], dict[str, Any]], Tensor]
     version: Callable[[bool, bool], str]
@@ -66,16 +68,28 @@ class ModelFamily:
     pipeline: Callable[[LoadedModel, Any], Any]
     prompt_arguments: Callable[[Sequence[Tensor]], dict[str, Tensor]]
 
+    def encode_weighted(
+        self,
+        text_encoders: Sequence[Any],
+        input_ids: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        clip_skip: int | None,
+    ) -> list[Tensor]:
+        """Encode as ``encode_text`` and weight the hidden states of each encoder; a pooled output stays as it is."""
+        outputs = self.encode_text(text_encoders, input_ids, clip_skip)
+        return [weighted(output, own) for output, own in zip(outputs, weights)] + outputs[len(weights) :]
+
     def embed(
         self, model: LoadedModel, max_token_length: int | None, clip_skip: int | None, prompt: str, negative_prompt: str
     ) -> dict[str, Tensor]:
-        """Encode a prompt as captions are, and give the arguments of the pipeline for it; on the U-Net's device."""
+        """Encode a prompt as a weighted caption and give the pipeline's arguments for it, on the U-Net's device."""
         arguments: dict[str, Tensor] = {}
         with torch.no_grad():
             for prefix, text in (("", prompt), ("negative_", negative_prompt)):
-                ids = self.tokenize(model.tokenizers, [text], max_token_length)
+                ids, weights = self.tokenize_with_weights(model.tokenizers, [text], max_token_length)
                 ids = [own.to(encoder.device) for own, encoder in zip(ids, model.text_encoders)]
-                outputs = [each.to(model.unet.device) for each in self.encode_text(model.text_encoders, ids, clip_skip)]
+                outputs = self.encode_weighted(model.text_encoders, ids, weights, clip_skip)
+                outputs = [each.to(model.unet.device) for each in outputs]
                 arguments |= {prefix + name: value for name, value in self.prompt_arguments(outputs).items()}
         return arguments
 
@@ -85,6 +99,13 @@ GENERATIVE_MODELS = "https://github.com/Stability-AI/generative-models"
 
 def _tokenize(tokenizers: Sequence[Any], captions: Sequence[str], max_token_length: int | None) -> list[Tensor]:
     return [tokenize(tokenizer, captions, max_token_length) for tokenizer in tokenizers]
+
+
+def _tokenize_with_weights(
+    tokenizers: Sequence[Any], captions: Sequence[str], max_token_length: int | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    ids, weights = zip(*(tokenize_with_weights(tokenizer, captions, max_token_length) for tokenizer in tokenizers))
+    return list(ids), list(weights)
 
 
 # ----------------------------------------------------------------------------------------- Stable Diffusion 1.x, 2.x
@@ -139,6 +160,7 @@ SD = ModelFamily(
     check=check_model,
     load=load_model,
     tokenize=_tokenize,
+    tokenize_with_weights=_tokenize_with_weights,
     encode_text=_sd_encode,
     predict=_sd_predict,
     version=_sd_version,
@@ -213,6 +235,7 @@ SDXL = ModelFamily(
     check=check_model,
     load=load_model,
     tokenize=_tokenize,
+    tokenize_with_weights=_tokenize_with_weights,
     encode_text=_sdxl_encode,
     predict=_sdxl_predict,
     version=lambda v2, v_parameterization: "sdxl_base_v1-0",

@@ -183,6 +183,8 @@ def _check_text_cache(args: Namespace) -> None:
     cached = args.cache_text_encoder_outputs or args.cache_text_encoder_outputs_to_disk
     if cached and any(args.text_encoder_lr):
         raise OptionError("--cache_text_encoder_outputs does not go with --train_text_encoder. Leave one of them out")
+    if cached and args.weighted_captions:
+        raise OptionError("--cache_text_encoder_outputs does not go with --weighted_captions. Leave one of them out")
 
 
 class SdModelTrainer(ModelTrainer):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from library.prompt_weights import parse_weights
+
 WINDOW = 77  # positions of a CLIP text encoder: begin, 75 tokens, end
 INNER = WINDOW - 2
 END_ID = 49407
@@ -30,7 +32,42 @@ def tokenize(tokenizer: Any, captions: Sequence[str], max_token_length: int | No
     windows = chunk_count(max_token_length)
     length = windows * INNER + 2
     encoded = tokenizer(list(captions), padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-    ids = encoded.input_ids
+    return _cut(encoded.input_ids, tokenizer, windows)
+
+
+def tokenize_with_weights(
+    tokenizer: Any, captions: Sequence[str], max_token_length: int | None
+) -> tuple[Tensor, Tensor]:
+    """Turn captions with attention weights into token ids and the weight of each hidden state.
+
+    Args:
+        As for :func:`tokenize`; the syntax is that of :func:`library.prompt_weights.parse_weights`.
+
+    Returns:
+        Ids as of :func:`tokenize`, and (B, 75 n + 2) float32, 1.0 for marks and padding.
+    """
+    windows = chunk_count(max_token_length)
+    room = windows * INNER
+    ids = torch.full((len(captions), room + 2), tokenizer.pad_token_id)
+    weights = torch.ones(len(captions), room + 2)
+    for row, caption in enumerate(captions):
+        pieces = parse_weights(caption)
+        of_pieces = [tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text, _ in pieces]
+        inner = [token for piece in of_pieces for token in piece][:room]
+        factors = [weight for piece, (_, weight) in zip(of_pieces, pieces) for _ in piece][:room]
+        marked = [tokenizer.bos_token_id, *inner, tokenizer.eos_token_id]
+        ids[row, : len(marked)] = torch.tensor(marked)
+        weights[row, 1 : 1 + len(factors)] = torch.tensor(factors)
+    return _cut(ids, tokenizer, windows), weights
+
+
+def weighted(hidden: Tensor, weights: Tensor) -> Tensor:
+    """Multiply hidden states (B, 75 n + 2, width) by the weights (B, 75 n + 2) of their tokens."""
+    return hidden * weights.to(hidden).unsqueeze(-1)
+
+
+def _cut(ids: Tensor, tokenizer: Any, windows: int) -> Tensor:
+    """Cut (B, 75 n + 2) token ids into windows (B, n, 77)."""
     if windows == 1:
         return ids.unsqueeze(1)
     begin, end, pad = ids[:, :1], ids[:, -1:], tokenizer.pad_token_id

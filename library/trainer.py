@@ -411,10 +411,13 @@ class NetworkTrainer(TrainerHooks):
             encoder.to(accelerator.device)
 
         def encode(captions: list[str]) -> list[torch.Tensor]:
-            ids = self.family.tokenize(model.tokenizers, captions, args.max_token_length)
+            if args.weighted_captions:
+                ids, weights = self.family.tokenize_with_weights(model.tokenizers, captions, args.max_token_length)
+            else:
+                ids, weights = self.family.tokenize(model.tokenizers, captions, args.max_token_length), []
             ids = [each.to(accelerator.device) for each in ids]
             with torch.no_grad(), accelerator.autocast():
-                return self.family.encode_text(model.text_encoders, ids, None)
+                return self.family.encode_weighted(model.text_encoders, ids, weights, None)
 
         files = [model.source] if model.source.is_file() else sorted(model.source.glob("text_encoder*/*.safetensors"))
         hashes = " ".join(metadata.model_hashes(path)[1] for path in files)
@@ -425,7 +428,8 @@ class NetworkTrainer(TrainerHooks):
             self.family.text_outputs,
             batch_size=args.vae_batch_size,
             to_disk=args.cache_text_encoder_outputs_to_disk,
-            encoders=f"{hashes or model.source.name} {model.text_encoders[0].dtype} {args.max_token_length}",
+            encoders=f"{hashes or model.source.name} {model.text_encoders[0].dtype} {args.max_token_length}"
+            + " weighted" * args.weighted_captions,
             trust_files=args.skip_cache_check,
             shown=accelerator.is_main_process,
         )

@@ -38,12 +38,14 @@ class TokenizeStrategy:
     """Turns texts into token ids as a model family does; travels to worker processes.
 
     Args:
-        family_tokenize: of the family. tokenizers: one for each text encoder. max_token_length: None, 150 or 225.
+        family: decides how. tokenizers: one for each text encoder. max_token_length: None, 150 or 225.
     """
 
-    def __init__(self, family_tokenize: Callable[..., list[Tensor]], tokenizers: Sequence[Any], max_token_length: Any):
+    def __init__(self, family: ModelFamily, tokenizers: Sequence[Any], max_token_length: int | None):
         self.tokenizers = list(tokenizers)
-        self.tokenize = functools.partial(family_tokenize, self.tokenizers, max_token_length=max_token_length)
+        length = {"max_token_length": max_token_length}
+        self.tokenize = functools.partial(family.tokenize, self.tokenizers, **length)
+        self.tokenize_with_weights = functools.partial(family.tokenize_with_weights, self.tokenizers, **length)
 
 
 class TextEncodingStrategy:
@@ -55,6 +57,11 @@ class TextEncodingStrategy:
 
     def encode_tokens(self, tokenize_strategy: Any, models: Sequence[Any], tokens: Sequence[Tensor]) -> list[Tensor]:
         return self._family.encode_text(models, tokens, self._clip_skip)
+
+    def encode_tokens_with_weights(
+        self, tokenize_strategy: Any, models: Sequence[Any], tokens: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> list[Tensor]:
+        return self._family.encode_weighted(models, tokens, weights, self._clip_skip)
 
 
 @dataclass(frozen=True)
@@ -148,9 +155,12 @@ class TrainerHooks:
     # ------------------------------------------------------------------------------------------------------ text
 
     def get_tokenize_strategy(self, args: Namespace) -> Any:
-        """Give what has ``tokenize(texts)``: one (B, n, 77) tensor of ids for each text encoder."""
+        """Give what has ``tokenize(texts)``: one (B, n, 77) tensor of ids for each text encoder.
+
+        For ``--weighted_captions`` also ``tokenize_with_weights(texts)``: (ids, weights (B, 75 n + 2)), a list of each.
+        """
         tokenizers = self._loaded.tokenizers if self._loaded else []
-        return TokenizeStrategy(self.family.tokenize, tokenizers, args.max_token_length)
+        return TokenizeStrategy(self.family, tokenizers, args.max_token_length)
 
     def get_tokenizers(self, tokenize_strategy: Any) -> list[Any]:
         return list(tokenize_strategy.tokenizers)
@@ -309,11 +319,18 @@ class TrainerHooks:
         if conditions is not None:
             conditions = [each.to(accelerator.device) for each in conditions]
         else:
-            ids = [each.to(accelerator.device) for each in batch["input_ids_list"]]
+            ids, weights = batch["input_ids_list"], None
+            if args.weighted_captions:
+                ids, weights = tokenize_strategy.tokenize_with_weights(batch["captions"])
+            ids = [each.to(accelerator.device) for each in ids]
             models = self.get_models_for_text_encoding(args, accelerator, text_encoders)
             gradients = contextlib.nullcontext() if is_train and train_text_encoder else torch.no_grad()
             with gradients, accelerator.autocast():
-                conditions = text_encoding_strategy.encode_tokens(tokenize_strategy, models, ids)
+                if weights is None:
+                    conditions = text_encoding_strategy.encode_tokens(tokenize_strategy, models, ids)
+                else:
+                    encode = text_encoding_strategy.encode_tokens_with_weights
+                    conditions = encode(tokenize_strategy, models, ids, weights)
         prediction, target, timesteps, weighting = self.get_noise_pred_and_target(
             args,
             accelerator,

@@ -14,7 +14,7 @@ from tests.conftest import REPOSITORY
 LEVELS = [
     {"errors", "log", "files", "signals", "old_names"},
     {"naming", "buckets", "captions", "config_util", "model_configs", "key_values", "run_plan", "progress"},
-    {"metadata", "args_table", "checkpoint_keys"},
+    {"metadata", "args_table", "checkpoint_keys", "prompt_weights"},
     {"lora_names", "config_file"},
     {"lora_blocks"},
     # from here on torch is at hand
