@@ -231,12 +231,11 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(tensor[start : start + step] for tensor in flat)
 
 
-@functools.lru_cache(maxsize=1)
-def _numpy() -> Any:
-    try:
-        return importlib.import_module("numpy")
-    except ImportError:
+def kernels(*tensors: Tensor) -> Any:
+    """Give the module of fast passes for these tensors; None where the plain ones have to do."""
+    if not all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors):
         return None
+    return _load_beside("grad_filter_cpu", "numpy")
 
 
 def ordered_bits(scores: Tensor, nonnegative: bool = False) -> Tensor:
@@ -258,31 +257,12 @@ def largest_in_rows(bits: Tensor, count: int) -> Tensor:
     Returns:
         (rows, 1), on the device of ``bits``; nothing waits for the device.
     """
-    place = bits.shape[1] - count
-    if bits.device.type == "cpu" and _numpy() is not None:
-        few = _entries_that_differ(bits) if len(bits) == 1 else None
-        if few is not None:
-            bits, place = few, few.shape[1] - count
-            if place < 0:
-                return bits.new_zeros(1, 1)
-        work = scratch(bits.shape, bits.dtype, "partition").copy_(bits)
-        work.numpy().partition(place, axis=1)
-        return work[:, place : place + 1].clone()
+    fast = kernels(bits)
+    if fast is not None:
+        return fast.largest_in_rows(bits, count)
     if bits.device.type == "cpu" or bits.shape[1] <= 1 << 17:
-        return bits.kthvalue(place + 1, dim=1, keepdim=True).values
+        return bits.kthvalue(bits.shape[1] - count + 1, dim=1, keepdim=True).values
     return _threshold_bit_by_bit(bits, count)
-
-
-def _entries_that_differ(bits: Tensor) -> Tensor | None:
-    """Give the entries above zero of a row that is zero in many places, None for other rows.
-
-    NumPy partitions at a fraction of its speed when a value is repeated over much of an array.
-    """
-    sample = bits[0, :: max(1, bits.shape[1] // 256)]
-    if 4 * int(torch.count_nonzero(sample)) > 3 * sample.numel() or int(bits.min()) < 0:
-        return None
-    values = bits[0].numpy()
-    return torch.from_numpy(values[values > 0]).view(1, -1)
 
 
 def _threshold_bit_by_bit(bits: Tensor, count: int) -> Tensor:
@@ -310,10 +290,16 @@ def pass_largest(bits: Tensor, count: int) -> Tensor:
     if count <= 0:
         return torch.zeros_like(bits, dtype=torch.bool)
     threshold = largest_in_rows(bits, count)
-    mask = bits >= threshold
-    if bits.device.type == "cpu":
-        if int(torch.count_nonzero(mask)) == count * len(bits):
-            return mask  # no ties at any threshold, which is cheap to see
+    fast = kernels(bits)
+    if fast is not None:
+        mask = torch.empty_like(bits, dtype=torch.bool)
+        passing = fast.at_least(bits, threshold, mask)
+    else:
+        mask = bits >= threshold
+        passing = int(torch.count_nonzero(mask)) if bits.is_cpu else -1
+    if passing == count * len(bits):
+        return mask  # no ties at any threshold, which is cheap to see
+    if bits.is_cpu:
         surplus = torch.count_nonzero(mask, dim=1) - count
         for row in surplus.nonzero().view(-1).tolist():
             _drop_last_ties(mask[row], bits[row], threshold[row], int(surplus[row]))
@@ -470,9 +456,11 @@ class TopKChange(GradFilter):
         return int(size * (1 - self.topk_ratio)) or size
 
     def score(self, grad: Tensor, state: dict[str, Tensor], out: Tensor) -> Tensor:
-        for change, value, prev in chunks(out, grad, state["prev"]):
-            torch.sub(value, prev, out=change).abs_().div_(prev.abs().add_(self.eps))
-        return out
+        fast = kernels(grad, state["prev"], out)
+        if fast is not None:
+            fast.relative_change(grad, state["prev"], self.eps, out)
+            return out
+        return torch.sub(grad, state["prev"], out=out).abs_().div_(state["prev"].abs().add_(self.eps))
 
     def passed(self, grad: Tensor, mask: Tensor, state: dict[str, Tensor]) -> Tensor | None:
         if self.previous == "masked":
@@ -586,13 +574,10 @@ def masked(grad: Tensor, mask: Tensor, out: Tensor | None = None) -> Tensor:
     """
     if out is None:
         out = torch.empty_like(grad)
-    whole = grad.is_contiguous() and mask.is_contiguous() and out.is_contiguous()
-    if grad.device.type != "cpu" or grad.numel() <= CHUNK or not whole:
+    fast = kernels(grad, mask, out)
+    if fast is None:
         return torch.where(mask, grad, _zero(grad.dtype, grad.device), out=out)
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[grad.element_size()]
-    for values, passing, result in chunks(grad.view(integer), mask, out.view(integer)):
-        bits = scratch(values.shape, integer, "mask").copy_(passing).neg_()  # all ones where it passes
-        torch.bitwise_and(values, bits, out=result)
+    fast.masked(grad, mask, out)
     return out
 
 
@@ -809,9 +794,13 @@ def known_filters() -> dict[str, Registered]:
 
 
 @functools.cache
-def _load_beside(name: str) -> types.ModuleType | None:
-    """Load an optional file that lies beside this one; without it there is less to choose from."""
-    if __package__ and Path(__file__).with_name(f"{name}.py").is_file():
+def _load_beside(name: str, needs: str = "") -> types.ModuleType | None:
+    """Load an optional file that lies beside this one, when the package it ``needs`` is installed.
+
+    Without it there is less to choose from, or the same takes longer.
+    """
+    installed = not needs or importlib.util.find_spec(needs) is not None
+    if installed and __package__ and Path(__file__).with_name(f"{name}.py").is_file():
         return importlib.import_module(f"{__package__}.{name}")
     return None
 
@@ -1469,10 +1458,10 @@ class Policy:
     def end(self, work: Work) -> None:
         """Look at the result of the last stage."""
 
-    def before(self, slot: Slot, work: Work, optimizer: torch.optim.Optimizer) -> None:
-        """Remember what has to be put back."""
+    def before(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
+        """Remember what has to be put back, for slots that have a mask."""
 
-    def after(self, slot: Slot, optimizer: torch.optim.Optimizer) -> None:
+    def after(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
         """Put it back."""
 
 
@@ -1493,27 +1482,58 @@ class KeepWeights(Policy):
             f"holds them: the estimate stays far too low. Use policy=freeze with warmup"
         ]
 
-    def before(self, slot: Slot, work: Work, optimizer: torch.optim.Optimizer) -> None:
-        weight, state = slot.param.detach(), optimizer.state.get(slot.param, {})
-        slot.remember("", weight)
-        for name in self.WEIGHT_LIKE:
-            if name in state or "weight_sum" in optimizer.param_groups[slot.context.group]:
-                # before the first step there is no copy yet; it will start as the weights
-                slot.remember(name, state.get(name, weight))
+    def before(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
+        for slot in slots:
+            slot.before[""] = slot.param.detach()
+            state = optimizer.state.get(slot.param, {})
+            for name in self.WEIGHT_LIKE:
+                if name in state or "weight_sum" in optimizer.param_groups[slot.context.group]:
+                    # before the first step there is no copy yet; it will start as the weights
+                    slot.before[name] = state.get(name, slot.before[""])
+        remember(slots)
 
-    def after(self, slot: Slot, optimizer: torch.optim.Optimizer) -> None:
-        for name, before in slot.before.items():
-            now = optimizer.state[slot.param][name] if name else slot.param.detach()
-            if slot.factor is not None:
-                now.copy_(before + (now - before) * slot.factor)
-            put_back(now, slot.mask, before)
+    def after(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
+        changes = []
+        for slot in slots:
+            for name, before in slot.before.items():
+                now = optimizer.state[slot.param][name] if name else slot.param.detach()
+                if slot.factor is not None:
+                    now.copy_(before + (now - before) * slot.factor)
+                changes.append((now, slot.mask, before))
+        put_back_all(changes)
+
+
+def remember(slots: Sequence[Slot]) -> None:
+    """Copy what the slots' ``before`` names, into memory that is used again at the next step."""
+    copies: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for slot in slots:
+        for name, value in slot.before.items():
+            kept = slot.memory.get(name)
+            if kept is None or kept.shape != value.shape or kept.dtype != value.dtype or kept.device != value.device:
+                kept = slot.memory[name] = torch.empty_like(value)
+            slot.before[name] = kept
+            targets, sources = copies.setdefault((value.dtype, value.device), ([], []))
+            targets.append(kept)
+            sources.append(value)
+    for targets, sources in copies.values():
+        torch._foreach_copy_(targets, sources)
+
+
+def put_back_all(changes: Sequence[tuple[Tensor, Tensor | None, Tensor]]) -> None:
+    """Do :func:`put_back` for many (now, mask, before)."""
+    batches = _load_beside("grad_filter_batches")
+    for change in changes if batches is None else batches.put_back_together(changes):
+        put_back(*change)
 
 
 def put_back(now: Tensor, mask: Tensor | None, before: Tensor) -> None:
     """Restore ``before`` where the mask is False, to the bit."""
     assert mask is not None
     mask, before = mask.reshape(now.shape), before.reshape(now.shape)
-    if now.is_contiguous() and mask.is_contiguous():
+    fast = kernels(now, mask, before)
+    if fast is not None:
+        fast.put_back(now, mask, before)
+    elif now.is_contiguous() and mask.is_contiguous():
         torch.where(mask, now, before, out=now)
     else:
         now.copy_(torch.where(mask, now, before))
@@ -1600,13 +1620,6 @@ class Slot:
         found = {stage.name: stage.init_state(param) for stage in self.chain.stages}
         kept = self.chain.policy.buffers(param)
         return {**found, POLICY_BUFFERS: kept} if kept else found
-
-    def remember(self, name: str, value: Tensor) -> None:
-        """Copy a weight or state that is put back after the step, into memory that is used again."""
-        kept = self.memory.get(name)
-        if kept is None or kept.shape != value.shape or kept.dtype != value.dtype or kept.device != value.device:
-            kept = self.memory[name] = torch.empty_like(value)
-        self.before[name] = kept.copy_(value)
 
     def prepare(self) -> None:
         """Make the buffers at the first filtered step, when the parameter has its final type and device."""
@@ -1963,7 +1976,7 @@ class FilterHandle:
         if work.mask is not None and chain.policy.ends_steps:
             for slot, mask in zip(batch.slots, batch.parts(work.mask)):
                 slot.mask, slot.factor = mask, None
-                chain.policy.before(slot, work, self._optimizer)
+            chain.policy.before(batch.slots, self._optimizer)
 
     def _run(self, chain: Chain, bucket: Sequence[Slot]) -> None:
         works = [self._begin(slot, chain) for slot in bucket]  # one bucket at a time leaves little in memory
@@ -1984,7 +1997,7 @@ class FilterHandle:
         work.context.step += 1
         if work.mask is not None and (chain.policy.ends_steps or slot.followed is not None):
             slot.mask, slot.factor = work.mask, work.factor
-            chain.policy.before(slot, work, self._optimizer)
+            chain.policy.before([slot], self._optimizer)
 
     def _unscale(self, slots: Sequence[Slot]) -> bool:
         """Undo what a GradScaler leaves to an optimizer with ``fused=True``; give False at an overflow."""
@@ -2031,27 +2044,27 @@ class FilterHandle:
         self._frame = None
         started = time.perf_counter()
         with torch.no_grad():
-            for slot in self._slots.values():
-                self._end_step(slot)
+            self._end_steps()
         ended = time.perf_counter()
         self._time += ended - started
         if self._measures:
             self.statistics.finish(self.step - 1, self._time / max(ended - self._last_end, 1e-9))
         self._measures, self._time, self._last_end = False, 0.0, ended
 
-    def _end_step(self, slot: Slot) -> None:
-        if slot.chain is None:
-            return
-        if slot.mask is not None:
-            slot.chain.policy.after(slot, self._optimizer)
-            if slot.followed is not None and slot.followed.weight is not None:
+    def _end_steps(self) -> None:
+        slots = [slot for slot in self._slots.values() if slot.chain is not None]
+        for chain in self._chains.values():
+            chain.policy.after([s for s in slots if s.chain is chain and s.mask is not None], self._optimizer)
+        for slot in slots:
+            assert slot.chain is not None
+            if slot.mask is not None and slot.followed is not None and slot.followed.weight is not None:
                 self.statistics.add_movement(slot.mask, slot.followed.weight, slot.param.detach())
                 slot.followed.weight = None
-        for limit in slot.chain.limits_weights:
-            slot.param.copy_(limit(slot.param.detach()))
-        slot.mask, slot.factor, slot.before = None, None, {}
-        if slot.micro is not None:
-            slot.micro.forget()
+            for limit in slot.chain.limits_weights:
+                slot.param.copy_(limit(slot.param.detach()))
+            slot.mask, slot.factor, slot.before = None, None, {}
+            if slot.micro is not None:
+                slot.micro.forget()
 
     @torch.no_grad()
     def _filter_in_backward(self, slot: Slot, param: Tensor) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .grad_filter import Chain, Slot, Work, scratch
+from .grad_filter import Chain, Slot, Work, put_back, scratch
 
-SMALL = 1 << 16  # entries of a tensor; larger ones fill the cache alone
-ROWS_TOGETHER = 1 << 20  # entries of a batch of rows, which bounds the memory a batch takes
+SMALL = 1 << 14  # entries of a tensor; larger ones fill the cache alone
+ROWS_TOGETHER = 1 << 18  # entries of a batch of rows, which bounds the memory a batch takes
 ONE_ROW = 1 << 28  # entries of tensors that compete with each other; more are taken one by one
+Change = tuple[Tensor, Tensor, Tensor]  # now, mask, before
 ENTRYWISE_WORDS = {"grad", "state", "mask", "out", "step"}
 
 
@@ -87,6 +88,34 @@ def _kind(slot: Slot, counts: bool, zeroes: Mapping[int, bool]) -> tuple[Any, ..
     """Give what slots that are filtered together have in common."""
     gradient, step = slot.gradient, slot.context.step if counts else 0
     return gradient.dtype, gradient.device, gradient.layout, slot.param.dtype, step, zeroes[slot.index]
+
+
+def put_back_together(changes: Sequence[Change]) -> list[Change]:
+    """Do ``grad_filter.put_back`` for small tensors, laid end to end; give the changes that are left."""
+    alone, alike = [], {}
+    for change in changes:
+        now, mask, _ = change
+        small = now.numel() <= SMALL and mask.numel() == now.numel() and now.is_contiguous()
+        (alike.setdefault((now.dtype, now.device), []) if small else alone).append(change)
+    for members in alike.values():
+        while members:
+            taken = _up_to(ROWS_TOGETHER, members)
+            now, mask, before = ([one.reshape(-1) for one in column] for column in zip(*members[:taken]))
+            joined = torch.cat(now)
+            put_back(joined, torch.cat(mask), torch.cat(before))
+            torch._foreach_copy_(now, list(joined.split([one.numel() for one in now])))
+            del members[:taken]
+    return alone
+
+
+def _up_to(entries: int, changes: Sequence[Change]) -> int:
+    """Give how many of the first tensors have so many entries together, at least one."""
+    total = 0
+    for count, (now, *_) in enumerate(changes):
+        total += now.numel()
+        if count and total > entries:
+            return count
+    return len(changes)
 
 
 class Batch:

@@ -22,7 +22,8 @@ from .grad_filter import (
     Slot,
     Work,
     masked,
-    put_back,
+    put_back_all,
+    remember,
     require,
     stand_in,
     state_at_birth,
@@ -210,37 +211,38 @@ class _PutsStatesBack(Policy):
             )
         return lines
 
-    def before(self, slot: Slot, work: Work, optimizer: torch.optim.Optimizer) -> None:
-        inventory = self.inventory(slot, optimizer)
-        state = optimizer.state.get(slot.param, {})
-        weight = slot.param.detach()
-        if self.weights_too:
-            slot.remember("", weight)
-        for name, kept in inventory.entries.items():
-            if inventory.shared or (kept.starts_as_weight and not self.weights_too):
-                continue
-            for part in (name, f"absmax{kept.codes}") if kept.codes else (name,):
-                if part in state:
-                    slot.remember(part, state[part])
-                elif kept.starts_as_weight:
-                    slot.before[part] = slot.before[""]
+    def before(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
+        for slot in slots:
+            inventory, state = self.inventory(slot, optimizer), optimizer.state.get(slot.param, {})
+            if self.weights_too:
+                slot.before[""] = slot.param.detach()
+            for name, kept in inventory.entries.items():
+                if inventory.shared or (kept.starts_as_weight and not self.weights_too):
+                    continue
+                for part in (name, f"absmax{kept.codes}") if kept.codes else (name,):
+                    if part in state:
+                        slot.before[part] = state[part]
+                    elif kept.starts_as_weight:
+                        slot.before[part] = slot.param.detach()
+        remember(slots)
 
-    def after(self, slot: Slot, optimizer: torch.optim.Optimizer) -> None:
-        assert slot.mask is not None
-        inventory, state = self.inventory(slot, optimizer), optimizer.state[slot.param]
-        for name, kept in inventory.entries.items():
-            if inventory.shared or name not in state or (kept.starts_as_weight and not self.weights_too):
-                continue
-            now, before = state[name], slot.before.get(name)
-            before = torch.zeros_like(now) if before is None else before
-            if kept.codes:
-                self._codes_back(slot, state, name, kept.codes, before)
-            else:
-                mask = slot.mask.reshape(-1)
-                slices = now.numel() // mask.numel()
-                put_back(now, mask.expand(slices, -1) if slices > 1 else mask, before)
-        if self.weights_too:
-            self._weights_back(slot, optimizer)
+    def after(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
+        changes = []
+        for slot in slots:
+            assert slot.mask is not None
+            inventory, state = self.inventory(slot, optimizer), optimizer.state[slot.param]
+            for name, kept in inventory.entries.items():
+                if inventory.shared or name not in state or (kept.starts_as_weight and not self.weights_too):
+                    continue
+                now, before = state[name], slot.before.get(name)
+                before = torch.zeros_like(now) if before is None else before
+                if kept.codes:
+                    self._codes_back(slot, state, name, kept.codes, before)
+                else:
+                    changes.append((now, over_slices(slot.mask, now), before))
+            if self.weights_too:
+                changes.append((slot.param.detach(), slot.mask, self._rested_weights(slot, optimizer)))
+        put_back_all(changes)
 
     def _codes_back(self, slot: Slot, state: dict[str, Tensor], name: str, number: str, before: Tensor) -> None:
         assert slot.mask is not None
@@ -250,8 +252,15 @@ class _PutsStatesBack(Policy):
         for codes, scale, old, old_scale in zip(*rows):
             put_back_codes(codes, scale, state[f"qmap{number}"], slot.mask.reshape(-1), old, old_scale)
 
-    def _weights_back(self, slot: Slot, optimizer: torch.optim.Optimizer) -> None:
-        put_back(slot.param.detach(), slot.mask, slot.before[""])
+    def _rested_weights(self, slot: Slot, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Give the weights that masked entries are to have after the step."""
+        return slot.before[""]
+
+
+def over_slices(mask: Tensor, state: Tensor) -> Tensor:
+    """Give the mask for a state that has several values for each entry, one after the other."""
+    slices = state.numel() // mask.numel()
+    return mask.reshape(-1).expand(slices, -1) if slices > 1 else mask
 
 
 class Freeze(_PutsStatesBack):
@@ -277,15 +286,15 @@ class Freeze(_PutsStatesBack):
                 f"{type(optimizer).__name__}. Leave it out"
             )
 
-    def _weights_back(self, slot: Slot, optimizer: torch.optim.Optimizer) -> None:
-        group, weight, before = optimizer.param_groups[slot.context.group], slot.param.detach(), slot.before[""]
+    def _rested_weights(self, slot: Slot, optimizer: torch.optim.Optimizer) -> Tensor:
+        group, before = optimizer.param_groups[slot.context.group], slot.before[""]
         decayed, needed = before, self.options.decay == "all" or self.options.bias_correction == "entry"
         if needed and group.get("weight_decay"):
             decayed = before * (1.0 - float(group["lr"]) * group["weight_decay"])
         if self.options.bias_correction == "entry":
             decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay", False)
             self._correct_bias(slot, optimizer, decayed if decoupled else before)
-        put_back(weight, slot.mask, decayed if self.options.decay == "all" else before)
+        return decayed if self.options.decay == "all" else before
 
     def _correct_bias(self, slot: Slot, optimizer: torch.optim.Optimizer, base: Tensor) -> None:
         """Scale every movement as if Adam had counted the steps of its entry alone."""
@@ -309,20 +318,24 @@ class Moments(_PutsStatesBack):
 
     instead = "zero"
 
-    def before(self, slot: Slot, work: Work, optimizer: torch.optim.Optimizer) -> None:
-        super().before(slot, work, optimizer)
-        assert slot.mask is not None
-        state = optimizer.state.get(slot.param, {})
-        for name, kept in self.inventory(slot, optimizer).entries.items():
-            if name not in slot.before or kept.decay is None:
-                continue
-            if kept.codes:
-                scales = state[f"absmax{kept.codes}"].view(kept.decay.numel(), -1)
-                resting = ~_tiles(slot.mask).any(dim=1)
-                scales.copy_(torch.where(resting, scales / kept.decay[:, None], scales))
-            else:
-                now = state[name].view(kept.decay.numel(), -1)
-                now.copy_(torch.where(slot.mask.reshape(-1), now, now / kept.decay[:, None].to(now.dtype)))
+    def before(self, slots: Sequence[Slot], optimizer: torch.optim.Optimizer) -> None:
+        super().before(slots, optimizer)
+        changes = []
+        for slot in slots:
+            assert slot.mask is not None
+            state = optimizer.state.get(slot.param, {})
+            for name, kept in self.inventory(slot, optimizer).entries.items():
+                if name not in slot.before or kept.decay is None:
+                    continue
+                if kept.codes:
+                    scales = state[f"absmax{kept.codes}"].view(kept.decay.numel(), -1)
+                    resting = ~_tiles(slot.mask).any(dim=1)
+                    scales.copy_(torch.where(resting, scales / kept.decay[:, None], scales))
+                else:
+                    now = state[name].view(kept.decay.numel(), -1)
+                    before_decay = now / kept.decay[:, None].to(now.dtype)
+                    changes.append((now, over_slices(slot.mask, now), before_decay))
+        put_back_all(changes)
 
 
 class Residual(Policy):

@@ -51,14 +51,19 @@ def states_of(optimizer, param):
 def steps_with_masks(params, optimizer, count, before_step=None):
     """Do steps; give for each the weights and states before it, and the masks in force."""
     handle = gf.handle_of(optimizer)
-    end_step = handle._end_step
+    end_steps = handle._end_steps
     for step in range(count):
         give_gradients(params, step)
         if before_step:
             before_step(step)
         before = [(param.detach().clone(), states_of(optimizer, param)) for param in params]
         masks = {}
-        handle._end_step = lambda slot, masks=masks: (masks.__setitem__(slot.index, slot.mask), end_step(slot))
+
+        def note_masks(masks=masks):
+            masks.update({slot.index: slot.mask for slot in handle._all_slots()})
+            end_steps()
+
+        handle._end_steps = note_masks
         optimizer.step()
         yield before, masks
 

@@ -38,6 +38,7 @@ FREE_OF_TORCH = LEVELS[0] | LEVELS[1] | LEVELS[2] | LEVELS[3] | LEVELS[4]
 APART = {
     "grad_filter",
     "grad_filter_batches",
+    "grad_filter_cpu",
     "grad_filter_policies",
     "grad_filter_stages",
     "grad_filter_plots",

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "library"
-COPIED = ("grad_filter.py", "grad_filter_batches.py", "grad_filter_policies.py", "grad_filter_stages.py")
+PARTS = ("batches", "cpu", "policies", "stages")
+COPIED = ("grad_filter.py", *(f"grad_filter_{part}.py" for part in PARTS))
 MARK = "  # gradient filters"
 IMPORT = "from library import grad_filter"
 DECORATORS = {
