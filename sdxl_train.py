@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parent))  # library and networks li
 
 from library.args import parse, script_parser
 from library.errors import run_script
+from library.launch import with_its_processes
 from library.log import setup_logging
 
 UNET_NUM_BLOCKS_FOR_BLOCK_LR = 23
@@ -35,4 +36,4 @@ def main(words: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     setup_logging()
-    run_script(main)
+    run_script(with_its_processes(main))

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from library.errors import OptionError
+from library.processes import processes_of_launcher
 
 log = logging.getLogger(__name__)
 
+DDP_TIMEOUT_MIN = 30  # of --ddp_timeout, the same for every kind of device
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -62,14 +64,19 @@ def build_accelerator(
 ) -> Any:
     """Build the Accelerator; it never handles accumulation, the loop counts micro-batches itself.
 
+    Several processes without a GPU talk through gloo, which accelerate chooses only when told that they use the CPU.
+
     Returns:
         accelerate.Accelerator, its tracker folder chosen but no tracker started.
+
+    Raises:
+        OptionError: the launcher started several processes and they do not find each other.
     """
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-    handlers: list[Any] = []
-    if ddp_timeout_min:
-        handlers.append(InitProcessGroupKwargs(timeout=datetime.timedelta(minutes=ddp_timeout_min)))
+    started = processes_of_launcher()
+    timeout = datetime.timedelta(minutes=ddp_timeout_min or DDP_TIMEOUT_MIN)
+    handlers: list[Any] = [InitProcessGroupKwargs(timeout=timeout)]
     if ddp_gradient_as_bucket_view or ddp_static_graph:
         handlers.append(
             DistributedDataParallelKwargs(
@@ -79,12 +86,23 @@ def build_accelerator(
     run_folder = None
     if logs.folder is not None:
         run_folder = logs.folder / f"{logs.prefix}{datetime.datetime.now():%Y%m%d%H%M%S}"
-    return Accelerator(
+    accelerator = Accelerator(
         mixed_precision=mixed_precision,
         log_with="tensorboard" if logs.folder is not None else None,
         project_dir=run_folder,
         kwargs_handlers=handlers,
+        cpu=started > 1 and not _has_gpu(),
     )
+    if accelerator.num_processes < started:
+        raise OptionError(
+            f"the launcher started {started} processes, {accelerator.num_processes} of them found each other. "
+            f"Start them as docs/distributed.md shows"
+        )
+    return accelerator
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
 
 
 def allow_half_gradients(accelerator: Any) -> None:

@@ -48,7 +48,7 @@ class Row:
 NOT_YET = "it is not supported yet"
 # option -> why it is refused when it asks for something; an option that is not here works
 REFUSED: dict[str, str] = {
-    "deepspeed": "DeepSpeed flattens parameters, which gradient filters cannot follow. Leave it out",
+    "deepspeed": "DeepSpeed flattens parameters, which filters cannot follow (docs/distributed.md). Leave it out",
     "torch_compile": f"{NOT_YET}. Leave it out",
     "fp8_base": f"{NOT_YET}. Use --mixed_precision bf16",
     "fp8_base_unet": f"{NOT_YET}. Use --mixed_precision bf16",
@@ -484,6 +484,7 @@ ROWS: tuple[Row, ...] = (
     Row("ddp_timeout", int, "training", "Process-group time-out in minutes."),
     Row("ddp_gradient_as_bucket_view", bool, "training", "DDP flag."),
     Row("ddp_static_graph", bool, "training", "DDP flag."),
+    Row("check_ranks", bool, "training", "Compare every update between processes, for finding faults."),
     # Saving, state, resume
     Row("output_dir", str, "training", "Output folder."),
     Row("output_name", str, "training", "Base name of every output."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -72,6 +73,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {by_lower_case[near[0]]!r}?" if near else ""
 
 
+def process_prefix() -> str:
+    """Give ``process N: `` in all processes of a run but the first, which a launcher told their numbers."""
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" else f"process {rank}: "
+
+
 def run_script(main: Callable[[], None]) -> None:
     """Run a script's main function and turn what a person can act on into lines on stderr and an exit status.
 
@@ -81,7 +88,7 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         main()
     except RunStopped as stopped:
-        print(f"error: {stopped}", file=sys.stderr)
+        print(f"error: {process_prefix()}{stopped}", file=sys.stderr)
         sys.exit(stopped.status)
     except KeyboardInterrupt:
         print("error: stopped by the keyboard. Complete states and models saved so far can be used", file=sys.stderr)
@@ -91,5 +98,5 @@ def run_script(main: Callable[[], None]) -> None:
             raise
         logging.getLogger(__name__).debug("the mistake was found here", exc_info=True)
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {process_prefix()}{line}", file=sys.stderr)
         sys.exit(USER_ERROR_STATUS)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from library.errors import RunStopped
 from library.optimizers import load_optimizer_state
+from library.processes import MeansInBackward
 
 
 @dataclass
@@ -31,12 +32,20 @@ class FusedSteps:
     Args:
         units: what is stepped together. names: of every parameter, by id, for messages.
         max_grad_norm: L2 limit of each parameter's gradient, 0 for none.
+        means: makes the gradients means over several processes; None for one process.
     """
 
-    def __init__(self, units: Sequence[Unit], names: dict[int, str], max_grad_norm: float):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        names: dict[int, str],
+        max_grad_norm: float,
+        means: MeansInBackward | None = None,
+    ):
         self.units = list(units)
         self.names = names
         self.max_grad_norm = max_grad_norm
+        self.means = means
         self.is_last = False
         self.finite: dict[int, Tensor] = {}
         for unit in self.units:
@@ -46,6 +55,8 @@ class FusedSteps:
     def begin(self, is_last: bool) -> None:
         """Get ready for a backward pass; only the last one of an update steps."""
         self.is_last = is_last
+        if self.means is not None:
+            self.means.is_last = is_last
         for unit in self.units:
             unit.waiting = len(unit.params)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from library.array_files import DAMAGE, load_arrays, save_arrays
 from library.errors import OptionError
+from library.processes import Share
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ def cache_latents(
     suffix: str = "_sd.npz",
     trust_files: bool = False,
     shown: bool = True,
+    share: Share | None = None,
 ) -> None:
     """Encode every image of a data set and store the result in ``data.latents``.
 
@@ -118,6 +120,7 @@ def cache_latents(
         suffix: ends the file names; differs between kinds of models.
         trust_files: take files of other programs, which do not say what they were made from.
         shown: False hides the progress bar.
+        share: of this process, where several write files for each other; without files everyone encodes everything.
 
     Raises:
         OptionError: an image cannot be read, or its latents are not finite.
@@ -125,18 +128,26 @@ def cache_latents(
     from tqdm import tqdm
 
     requests = data.cache_requests()
-    with tqdm(total=len(requests), desc="caching latents", disable=not shown) as bar:
-        missing = list(range(len(requests)))
-        if to_disk:
-            missing = _take_from_disk(data, requests, vae, suffix, trust_files)
-            bar.update(len(requests) - len(missing))
-        batches = _batches_of_one_size(requests, missing, batch_size)
+
+    def encode_and_store(indices: Sequence[int], bar: Any) -> None:
+        batches = _batches_of_one_size(requests, indices, batch_size)
         for batch, pixels in _loaded_ahead(batches, data.load_pixels):
             for index, cached in zip(batch, _encode_batch([requests[i] for i in batch], pixels, encode)):
                 data.latents[index] = cached
                 if to_disk:
                     data.latents[index] = _write(requests[index], cached, vae, suffix)
             bar.update(len(batch))
+
+    with tqdm(total=len(requests), desc="caching latents", disable=not shown) as bar:
+        missing = list(range(len(requests)))
+        if to_disk:
+            missing = _take_from_disk(data, requests, vae, suffix, trust_files)
+            bar.update(len(requests) - len(missing))
+            if share is not None:
+                encode_and_store(share.of(missing), bar)
+                share.wait()
+                missing = _take_from_disk(data, requests, vae, suffix, trust_files)
+        encode_and_store(missing, bar)
 
 
 def load_cached(cached: CachedLatents | Path, flip: bool, with_mask: bool) -> CachedLatents:

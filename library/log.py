@@ -8,6 +8,8 @@ import sys
 from argparse import Namespace
 from typing import Any
 
+from library.errors import process_prefix
+
 
 class LinesBesideBars(logging.StreamHandler):
     """Gives every record a line of its own, also while a progress bar stands on the last line."""
@@ -23,17 +25,20 @@ class LinesBesideBars(logging.StreamHandler):
 def setup_logging(level: str | None = None, file: str | None = None) -> None:
     """Send log records to stderr, or to a file in UTF-8, one line an event.
 
+    Of several processes the first one tells what goes on; the others warn only, and say who they are.
+
     Args:
         level: name of the lowest level shown, as in ``logging``; None means INFO.
         file: path of a log file to append to instead of stderr.
     """
     handler: logging.Handler = logging.FileHandler(file, encoding="utf-8") if file else LinesBesideBars(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    who = process_prefix()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {who}%(message)s", datefmt="%H:%M:%S"))
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(level or "INFO")
+    root.setLevel(level or ("WARNING" if who else "INFO"))
 
 
 def setup_logging_once(args: Namespace | None = None, log_level: str | None = None, reset: bool = False) -> None:

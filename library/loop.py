@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from library.fused_steps import FusedSteps
 from library.losses import first_non_finite
 from library.optimizers import EstimateWatch, logged_rates, step_size_estimates
 from library.output import RunOutput
+from library.processes import RankCheck, joined, largest_of_all, shared_random_numbers
 from library.progress import LossAverage, Progress
 from library.run_plan import RunPlan, Update
 from library.signals import StopRequest
@@ -78,6 +81,7 @@ class LoopSettings:
     persistent_workers: bool
     max_grad_norm: float
     scale_weight_norms: float | None
+    check_ranks: bool = False
 
 
 class TrainingLoop:
@@ -120,6 +124,14 @@ class TrainingLoop:
         self.filters = [handle for each in optimizers if (handle := grad_filter.handle_of(each)) is not None]
         self.estimates = EstimateWatch(parts.raw_optimizer)
         self.rates: dict[str, float] = {}
+        self.several = plan.processes > 1
+        self.step = 0
+        self.asked_to_stop, self.most_samples = 0, 0  # as all processes agreed at the last batch
+        self.check: RankCheck | None = None
+        if self.several and settings.check_ranks:
+            params = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+            names = {id(param): name for param, name in zip(params, parts.names)}
+            self.check = RankCheck(optimizers, names, accelerator.device)
 
     def run(self, done: int, epoch_end_due: bool) -> Update:
         """Do every update after ``done`` and give the last one.
@@ -162,15 +174,14 @@ class TrainingLoop:
             yield from batch_loader(self.data, keys, self.settings.workers)
 
     def _stop_if_asked(self, update: Update) -> None:
-        asked = self.stop.number
-        if self.plan.processes > 1:  # all of them stop after the same step
-            number = torch.tensor(asked, device=self.accelerator.device)
-            asked = int(self.accelerator.gather(number).max())
+        asked = self.asked_to_stop if self.several else self.stop.number  # all of them stop after the same step
         if not asked:
             return
         self.progress.close()
         self.stop.number = asked
         saved = self.output.at_stop(update)
+        if self.several:  # a process that ended earlier would make the launcher end the one that writes
+            self.accelerator.wait_for_everyone()
         way_on = f"Go on with --resume {saved}" if saved else "No state was asked for: add --save_state to go on later"
         raise RunStopped(
             f"{self.stop.name}: stopped after step {update.step} of {self.plan.max_steps}. {way_on}", self.stop.status
@@ -180,9 +191,12 @@ class TrainingLoop:
 
     def _one_update(self, update: Update) -> None:
         results: list[BatchResult] = []
+        self.step = update.step
         for position in range(update.first_batch, update.last_batch):
             results.append(self._one_batch(update, position, results))
         self._apply_gradients(results)
+        if self.check is not None:
+            self.check.after_update(update.step)
         norms = self._limit_weight_norms()
         self.progress.step(self.average.mean, norms)
         self._log_update(update, results, norms)
@@ -199,11 +213,7 @@ class TrainingLoop:
             parts.network.on_step_start(parts.text_encoders, parts.unet)
         result = self.steps.loss_of_batch(batch)
         value = float(result.loss.detach())
-        if not torch.isfinite(result.loss.detach()):
-            raise RunStopped(
-                f"step {update.step}: the loss is {value} for {', '.join(batch['image_keys'])}. Earlier saves are "
-                f"intact. Lower --learning_rate, or use --mixed_precision bf16 or --no_half_vae"
-            )
+        self._refuse_non_finite_loss(update, value, [*earlier, result], batch)
         size = update.last_batch - update.first_batch  # the short group at an epoch's end has its own mean
         loss, result = result.loss / size, BatchResult(result.loss.detach(), result.losses, result.timesteps)
         if parts.fused is not None:
@@ -211,39 +221,75 @@ class TrainingLoop:
             parts.fused.begin(is_last)
             if is_last:
                 self._tell_filters([*earlier, result])
-        self.accelerator.backward(loss)
+        with self._alike_in_all_processes(parts.fused is not None):  # steps are made in there
+            self.accelerator.backward(loss)
         self.average.add(position, value)
         return result
 
+    def _refuse_non_finite_loss(
+        self, update: Update, value: float, results: Sequence[BatchResult], batch: dict[str, Any]
+    ) -> None:
+        """Stop every process where the loss of one is not finite; they also agree on what else they must agree on."""
+        finite, bad_rank = math.isfinite(value), 0
+        if self.several:
+            samples = max(sum(len(each.losses) for each in results), sum(len(each.timesteps) for each in results))
+            bad = 0 if finite else 1 + self.accelerator.process_index
+            told = largest_of_all([bad, self.stop.number, samples], self.accelerator.device)
+            bad_rank, self.asked_to_stop, self.most_samples = told
+        if not finite:
+            raise RunStopped(
+                f"step {update.step}: the loss is {value} for {', '.join(batch['image_keys'])}. Earlier saves are "
+                f"intact. Lower --learning_rate, or use --mixed_precision bf16 or --no_half_vae"
+            )
+        if bad_rank:
+            raise RunStopped(f"step {update.step}: the loss of process {bad_rank - 1} is not finite, see its message")
+
     def _tell_filters(self, results: Sequence[BatchResult]) -> None:
+        if not self.filters:
+            return
+        timesteps = torch.cat([result.timesteps for result in results])
+        losses = torch.cat([result.losses for result in results])
+        if self.several:  # every process must choose the same
+            device = self.accelerator.device
+            timesteps, losses = (joined(each, self.most_samples, device) for each in (timesteps, losses))
         for handle in self.filters:
             handle.set_context(
                 total_steps=self.plan.max_steps,
-                micro_steps=len(results),
-                timesteps=torch.cat([result.timesteps for result in results]),
-                losses=torch.cat([result.losses for result in results]),
+                micro_steps=len(results) * self.plan.processes,
+                timesteps=timesteps,
+                losses=losses,
             )
 
     def _apply_gradients(self, results: Sequence[BatchResult]) -> None:
         parts = self.parts
         estimates = step_size_estimates(parts.raw_optimizer)
         if parts.fused is not None:
-            parts.fused.finish()
+            with self._alike_in_all_processes():
+                parts.fused.finish()
             self._note_rates(estimates)
             parts.scheduler.step()
             return
         trained = list(parts.network.get_trainable_params())
-        if self.plan.processes > 1:
+        if self.several:
             self.steps.reduce_gradients(parts.network)
         if self.settings.max_grad_norm:
             self.accelerator.clip_grad_norm_(trained, self.settings.max_grad_norm)
         if not self.filters and self.accelerator.scaler is None:
             self._refuse_non_finite_gradients()
         self._tell_filters(results)
-        parts.optimizer.step()
+        if self.check is not None:
+            self.check.note_gradients()
+        with self._alike_in_all_processes():
+            parts.optimizer.step()
         self._note_rates(estimates)
         parts.scheduler.step()
         parts.optimizer.zero_grad(set_to_none=True)
+
+    def _alike_in_all_processes(self, needed: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Give the block within which a step may draw random numbers."""
+        if not (self.several and needed):
+            return contextlib.nullcontext()
+        return shared_random_numbers(self.data.seed, "step", self.step)
 
     def _note_rates(self, estimates: Sequence[float | None]) -> None:
         self.rates = logged_rates(self.parts.raw_optimizer, self.parts.descriptions, estimates)

@@ -27,6 +27,7 @@ from library.fused_steps import (
 )
 from library.model_families import SD, SDXL, pipeline_for_saving
 from library.optimizers import find_optimizer, get_optimizer
+from library.processes import MeansInBackward
 from library.run_plan import RunPlan
 from library.schedulers import get_scheduler_fix
 from library.trainer import NetworkTrainer, OptimizerParts
@@ -141,6 +142,7 @@ class ModelTrainer(NetworkTrainer):
         if not (args.fused_backward_pass or args.fused_optimizer_groups):
             return super().create_optimizer(args, groups, names, accelerator, plan)
         by_id = {id(p): name for name, p in zip(names, (p for group in groups for p in group["params"]))}
+        means = MeansInBackward([p for group in groups for p in group["params"]]) if plan.processes > 1 else None
         if args.fused_optimizer_groups:
             built = [get_optimizer(args, [group]) for group in split_groups(groups, args.fused_optimizer_groups)]
             optimizers = [optimizer for _, _, optimizer in built]
@@ -154,7 +156,7 @@ class ModelTrainer(NetworkTrainer):
         schedulers = [
             get_scheduler_fix(args, optimizer, accelerator.num_processes, plan.max_steps) for optimizer in optimizers
         ]
-        fused = FusedSteps(units, by_id, args.max_grad_norm)
+        fused = FusedSteps(units, by_id, args.max_grad_norm, means)
         scheduler = SchedulerList(schedulers, accelerator.num_processes)
         return OptimizerParts(built[0][0], built[0][1], raw, raw, scheduler, fused)
 

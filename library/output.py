@@ -23,6 +23,7 @@ class RunOutput:
         epoch_interval: epochs between saves, None for no epoch saves.
         write_model: called with (path, update, at_epoch_end).
         write_state: called with (folder, update, at_epoch_end).
+        removes: whether this process removes what the rules say; only the one that writes may.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class RunOutput:
         epoch_interval: int | None,
         write_model: Callable[[Path, Update, bool], None],
         write_state: Callable[[Path, Update, bool], None],
+        removes: bool = True,
     ):
         self.settings = settings
         self.names = names
         self.epoch_interval = epoch_interval
         self._write_model = write_model
         self._write_state = write_state
+        self._removes = removes
         self._last_state: Path | None = None
 
     def after_step(self, update: Update) -> None:
@@ -89,7 +92,7 @@ class RunOutput:
         log.info("state saved: %s", folder)
 
     def _remove(self, number: int | None, name: Callable[[int], Path]) -> None:
-        if number is None:
+        if number is None or not self._removes:
             return
         path = name(number)
         if path.is_dir():

@@ -296,6 +296,19 @@ def check_scheduler(args: Namespace, optimizer: torch.optim.Optimizer | None) ->
 # ---------------------------------------------------------------------------------------------------- after a resume
 
 
+def move_schedule(scheduler: Any, step: int) -> None:
+    """Let a schedule that counted with another number of processes go on at another of its steps.
+
+    Args:
+        scheduler: the raw schedule, its state loaded. step: scheduler steps done, as this run counts them.
+    """
+    if type(scheduler) is not torch.optim.lr_scheduler.LambdaLR:
+        if hasattr(scheduler, "last_epoch") and scheduler.last_epoch != step:
+            log.warning("%s goes on at its step %d, not at %d", type(scheduler).__name__, scheduler.last_epoch, step)
+        return
+    scheduler.last_epoch, scheduler._step_count = step, step + 1
+
+
 def put_schedule_in_force(scheduler: Any, updates_left: int) -> None:
     """Let the schedule of the options give the next rate, where a state of another schedule or length was loaded.
 

@@ -5,21 +5,28 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+SIGNALS_TOGETHER_S = 5.0  # a launcher hands on to its processes what a terminal or job system sent to them already
 NAMES = ("SIGINT", "SIGTERM", "SIGBREAK")  # the last one exists on Windows only
 
 
 class StopRequest:
     """Notes the first signal while the block runs; outside the block signals do what they did before.
 
+    Args:
+        together_s: further signals within this many seconds count as the first one. now: clock, in seconds.
+
     Attributes:
         number: of the signal that came, 0 while none has.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, together_s: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
         self.number = 0
+        self._together_s, self._now, self._came = together_s, now, 0.0
         self._before: dict[int, Any] = {}
 
     @property
@@ -43,9 +50,11 @@ class StopRequest:
         self._before.clear()
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.number:
+        if self.number and self._now() - self._came >= self._together_s:
             os._exit(128 + number)
-        self.number = number
+        if self.number:
+            return
+        self.number, self._came = number, self._now()
         text = f"\n{self.name}: the run ends after this step. Once more ends it at once, without saving\n"
         os.write(2, text.encode())  # not through logging: its lock may be held right now
 

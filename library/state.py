@@ -382,7 +382,7 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     scheduler: Any | None,
     scaler: Any | None,
-    rank: int,
+    rank: int | None,
 ) -> None:
     """Load a checked state folder into the parts of a prepared run.
 
@@ -390,7 +390,7 @@ def load_state(
         folder: passed :func:`read_record`.
         load_weights: called with a list of dicts, the tensors of each trained module on the CPU.
         optimizer, scheduler, scaler: the raw objects; a missing scheduler or scaler file is named in the log.
-        rank: index of this process, chooses the file of random states.
+        rank: index of this process, chooses the file of random states; None restores none.
 
     Raises:
         OptionError: weights or optimizer state do not fit, or a random state is missing.
@@ -419,4 +419,5 @@ def load_state(
             part.load_state_dict(torch.load(folder / name, map_location="cpu", weights_only=True))
         else:
             log.warning("the state %s has no %s: that part starts fresh", folder, name)
-    _restore_random_states_of_rank(folder, rank)
+    if rank is not None:
+        _restore_random_states_of_rank(folder, rank)

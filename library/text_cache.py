@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from library.array_files import DAMAGE, load_arrays, save_arrays
+from library.processes import Share
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def cache_text_outputs(
     encoders: str = "",
     trust_files: bool = False,
     shown: bool = True,
+    share: Share | None = None,
 ) -> None:
     """Encode every caption of a data set and store the result in ``data.text_outputs``; equal captions share one.
 
@@ -67,30 +69,39 @@ def cache_text_outputs(
         encoders: stands for weights, precision and text length; files made with another one are made anew.
         trust_files: take files of other programs, which do not say what they were made from.
         shown: False hides the progress bar.
+        share: of this process, where several write files for each other; without files everyone encodes everything.
     """
     from tqdm import tqdm
 
     requests = data.text_requests()
-    wanted: dict[str, list[int]] = {}
-    found = 0
-    for index, request in enumerate(requests):
-        if to_disk and _fits(request, names, encoders, trust_files):
-            data.text_outputs[index] = request.path
-            found += 1
-        else:
-            wanted.setdefault(request.caption, []).append(index)
-    with tqdm(total=len(requests), initial=found, desc="caching text outputs", disable=not shown) as bar:
-        captions = list(wanted)
-        for start in range(0, len(captions), batch_size):
-            some = captions[start : start + batch_size]
-            outputs = [_storable(output) for output in encode(some)]
-            for place, caption in enumerate(some):
+
+    def wanted() -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            if to_disk and _fits(request, names, encoders, trust_files):
+                data.text_outputs[index] = request.path
+            else:
+                found.setdefault(request.caption, []).append(index)
+        return found
+
+    def encode_and_store(groups: Sequence[tuple[str, list[int]]], bar: Any) -> None:
+        for start in range(0, len(groups), batch_size):
+            some = groups[start : start + batch_size]
+            outputs = [_storable(output) for output in encode([caption for caption, _ in some])]
+            for place, (_, indices) in enumerate(some):
                 one = [output[place] for output in outputs]
-                for index in wanted[caption]:
-                    data.text_outputs[index] = one
-                    if to_disk:
-                        data.text_outputs[index] = _write(requests[index], one, names, encoders)
-                bar.update(len(wanted[caption]))
+                for index in indices:
+                    data.text_outputs[index] = _write(requests[index], one, names, encoders) if to_disk else one
+                bar.update(len(indices))
+
+    missing = list(wanted().items())
+    found = len(requests) - sum(len(indices) for _, indices in missing)
+    with tqdm(total=len(requests), initial=found, desc="caching text outputs", disable=not shown) as bar:
+        if to_disk and share is not None:
+            encode_and_store(share.of(missing), bar)
+            share.wait()
+            missing = list(wanted().items())
+        encode_and_store(missing, bar)
 
 
 def load_text_outputs(cached: TextOutputs | Path, names: Sequence[str]) -> TextOutputs:

@@ -18,6 +18,7 @@ import torch
 
 from library import grad_filter, metadata, settings, state
 from library.accelerator import (
+    DDP_TIMEOUT_MIN,
     DTYPES,
     LogSettings,
     ScalarLog,
@@ -39,11 +40,20 @@ from library.model_families import SD, SDXL, ModelFamily
 from library.naming import OutputNames
 from library.optimizers import check_optimizer, evaluation_weights, get_optimizer
 from library.output import RunOutput
+from library.processes import (
+    Share,
+    agree_on_facts,
+    ends_with_the_others,
+    from_main_process,
+    own_random_numbers,
+    processes_of_launcher,
+    same_weights,
+)
 from library.run_plan import RunPlan, Update, initial_step
 from library.run_saver import RunSaver
 from library.sampling import SamplePrompt, generate_samples, load_prompts
-from library.schedulers import check_scheduler, get_scheduler_fix, put_schedule_in_force
-from library.signals import StopRequest
+from library.schedulers import check_scheduler, get_scheduler_fix, move_schedule, put_schedule_in_force
+from library.signals import SIGNALS_TOGETHER_S, StopRequest
 from library.text_cache import cache_text_outputs
 from library.trainer_hooks import TrainerHooks
 from library.validation import Validation, validation_timesteps
@@ -101,8 +111,12 @@ class NetworkTrainer(TrainerHooks):
         Raises:
             OptionError: a mistake in options or files. RunStopped: the run had to end early.
         """
-        started_at = time.time()
         args = self.complete(args)
+        with ends_with_the_others(args.ddp_timeout or DDP_TIMEOUT_MIN, several=processes_of_launcher() > 1):
+            self._train(args)
+
+    def _train(self, args: Namespace) -> None:
+        started_at = time.time()
         checked = self._check(args)
         precision = settings.read_precision(args)
         logs = _log_settings(args, self.tracker_name)
@@ -115,6 +129,9 @@ class NetworkTrainer(TrainerHooks):
         )
         if precision.full == "fp16":
             allow_half_gradients(accelerator)
+        if accelerator.num_processes > 1:
+            log.info("%d processes, %s", accelerator.num_processes, accelerator.state.backend)
+            checked = self._agreed(args, checked)
         _seed_everything(checked.seed)
         length = settings.read_length(args)
         plan = RunPlan.from_limits(
@@ -138,8 +155,10 @@ class NetworkTrainer(TrainerHooks):
             self.cache_text_encoder_outputs_if_needed(
                 args, accelerator, model.unet, model.vae, model.text_encoders, data, DTYPES[precision.mixed]
             )
+        if not accelerator.is_main_process:  # everything up to here is alike, noise must not be
+            own_random_numbers(checked.seed, accelerator.process_index)
         if checked.record is not None:
-            self._resume(checked.resume, checked.record, parts, accelerator, plan, optimizer_name)
+            self._resume(checked, parts, accelerator, plan, optimizer_name)
         log.info(
             "training starts after step %d of %d (%s), epoch %d", done, plan.max_steps, source, plan.epoch_after(done)
         )
@@ -180,9 +199,17 @@ class NetworkTrainer(TrainerHooks):
     def check_filter(self, args: Namespace) -> None:
         """Refuse a gradient filter that cannot be read."""
         try:
-            grad_filter.spec_from_args(args)
+            spec = grad_filter.spec_from_args(args)
+            chains = [spec.chain, *(target.chain for target in spec.targets if target.chain)] if spec else []
+            stages = {stage.name: grad_filter.resolve(stage.name).target for chain in chains for stage in chain.stages}
         except grad_filter.GradFilterError as error:
             raise OptionError(str(error)) from error
+        watching = [name for name, stage in stages.items() if getattr(stage, "watches_micro_steps", False)]
+        if watching and processes_of_launcher() > 1:
+            raise OptionError(
+                f"--grad_filter {watching[0]} counts the batches of one process only, so several would choose "
+                f"differently. Train in one process, or take another filter"
+            )
 
     def check_network(self, args: Namespace) -> None:
         """Refuse network options that cannot be used."""
@@ -230,10 +257,7 @@ class NetworkTrainer(TrainerHooks):
                 )
         found["seed"] = _choose_seed(args.seed, found["record"])
         with errors.check():
-            specs = load_dataset_specs(args)
-            _refuse_output_preservation(specs)
-            found["data"] = TrainingData(specs, seed=found["seed"], bucket_divisor=self.family.bucket_divisor)
-            found["validation"] = _validation_data(args, specs, found["seed"], self.family.bucket_divisor)
+            found["data"], found["validation"] = self._find_data(args, found["seed"])
             check_images([data for data in (found["data"], found["validation"]) if data])
             if args.cache_latents or args.cache_latents_to_disk:
                 found["data"].check_cacheable()
@@ -242,6 +266,22 @@ class NetworkTrainer(TrainerHooks):
             self.assert_extra_args(args, found["data"], found["validation"])
         errors.raise_if_any()
         return Checked(**found)
+
+    def _find_data(self, args: Namespace, seed: int) -> tuple[TrainingData, TrainingData | None]:
+        specs = load_dataset_specs(args)
+        _refuse_output_preservation(specs)
+        data = TrainingData(specs, seed=seed, bucket_divisor=self.family.bucket_divisor)
+        return data, _validation_data(args, specs, seed, self.family.bucket_divisor)
+
+    def _agreed(self, args: Namespace, checked: Checked) -> Checked:
+        """Give every process the seed of process 0, where no option says one, and see that they found the same."""
+        seed = from_main_process(checked.seed)
+        if seed != checked.seed:
+            data, validation = self._find_data(args, seed)
+            checked = replace(checked, seed=seed, data=data, validation=validation)
+        resumed = checked.record.current_step if checked.record else "none"
+        agree_on_facts({"the step of the resumed state": resumed, "the number of batches": len(checked.data)})
+        return checked
 
     # ------------------------------------------------------------------------------------------------- the parts
 
@@ -339,7 +379,10 @@ class NetworkTrainer(TrainerHooks):
         self, args: Namespace, network: Any, model: LoadedModel, accelerator: Any, plan: RunPlan
     ) -> tuple[TrainedParts, str, str]:
         network.prepare_grad_etc(model.text_encoders, model.unet)
-        network = accelerator.unwrap_model(accelerator.prepare(network))  # on its device, the same on every process
+        # on its device; not for DDP, which averages nothing here and would keep buckets of every gradient's size
+        network = accelerator.unwrap_model(accelerator.prepare_model(network, evaluation_mode=True))
+        if plan.processes > 1:
+            same_weights(network)
         groups, descriptions = _parameter_groups(network, settings.read_network_rates(args))
         groups = [{**group, "params": list(group["params"])} for group in groups]
         if not any(group["params"] for group in groups):
@@ -404,6 +447,7 @@ class NetworkTrainer(TrainerHooks):
             suffix=f"_{self.family.cache_suffix}.npz",
             trust_files=args.skip_cache_check,
             shown=accelerator.is_main_process,
+            share=Share.of_process(),
         )
 
     def _cache_text_outputs(self, args: Namespace, data: TrainingData, model: LoadedModel, accelerator: Any) -> None:
@@ -432,6 +476,7 @@ class NetworkTrainer(TrainerHooks):
             + " weighted" * args.weighted_captions,
             trust_files=args.skip_cache_check,
             shown=accelerator.is_main_process,
+            share=Share.of_process(),
         )
         for encoder in model.text_encoders:  # nothing needs them until a preview is drawn
             encoder.to("cpu")
@@ -439,15 +484,12 @@ class NetworkTrainer(TrainerHooks):
     # ---------------------------------------------------------------------------------------------------- resume
 
     def _resume(
-        self,
-        folder: Path,
-        record: state.StateRecord,
-        parts: TrainedParts,
-        accelerator: Any,
-        plan: RunPlan,
-        optimizer_name: str,
+        self, checked: Checked, parts: TrainedParts, accelerator: Any, plan: RunPlan, optimizer_name: str
     ) -> None:
+        folder, record = checked.resume, checked.record
+        assert folder is not None and record is not None
         state.check_optimizer_matches(record, optimizer_name, parts.names)
+        other_count = bool(record.version) and record.processes != plan.processes
         sizes = (record.batches, record.processes, record.accumulation)
         if record.version and sizes != (plan.batches, plan.processes, plan.accumulation):
             log.warning(
@@ -463,10 +505,15 @@ class NetworkTrainer(TrainerHooks):
             optimizer=parts.raw_optimizer,
             scheduler=parts.scheduler if hasattr(parts.scheduler, "state_dict") else None,
             scaler=accelerator.scaler,
-            rank=accelerator.process_index,
+            rank=None if other_count else accelerator.process_index,
         )
+        if other_count:
+            log.warning("random numbers start anew in every process, as the state is of %d", record.processes)
+            own_random_numbers(checked.seed, accelerator.process_index, record.current_step)
         _put_rates_in_force(parts, base)
         for scheduler in _raw_schedulers(parts):
+            if other_count:
+                move_schedule(scheduler, record.current_step * plan.processes)
             put_schedule_in_force(scheduler, (plan.max_steps - record.current_step) * plan.processes)
         log.info("resumed from %s", folder)
         state.report_restored(record, plan, grad_filter.handle_of(parts.raw_optimizer) is not None)
@@ -507,7 +554,9 @@ class NetworkTrainer(TrainerHooks):
             args.no_metadata,
         )
         interval = plan.save_interval_for_ratio(saving.epoch_ratio) if saving.epoch_ratio else saving.every_n_epochs
-        output = RunOutput(saving, names, interval, saver.write_model, saver.write_state)
+        output = RunOutput(
+            saving, names, interval, saver.write_model, saver.write_state, removes=accelerator.is_main_process
+        )
         previews = settings.read_samples(args)
 
         def draw(epoch: int | None, step: int) -> None:
@@ -544,7 +593,7 @@ class NetworkTrainer(TrainerHooks):
                 model.unet,
             )
 
-        stop = StopRequest()
+        stop = StopRequest(SIGNALS_TOGETHER_S if plan.processes > 1 else 0.0)
         loss_of_batch = self._loss_of_batch(args, accelerator, model, parts, DTYPES[precision.mixed])
         loop = TrainingLoop(
             accelerator,
@@ -565,6 +614,7 @@ class NetworkTrainer(TrainerHooks):
                 persistent_workers=args.persistent_data_loader_workers,
                 max_grad_norm=args.max_grad_norm,
                 scale_weight_norms=args.scale_weight_norms,
+                check_ranks=args.check_ranks,
             ),
             losses=checked.record.losses if checked.record else (),
             stop=stop,
@@ -583,6 +633,8 @@ class NetworkTrainer(TrainerHooks):
             self._scalars.close()
         if loop.filters and accelerator.is_main_process:
             _draw_filter_pictures(loop.filters[0], names.pictures())
+        if loop.check is not None:
+            log.info("--check_ranks: %d checksums were the same in every process", loop.check.compared)
         log.info("training is finished: %d steps", last.step)
 
     def _loss_of_batch(

@@ -28,6 +28,7 @@ from library.losses import weighted
 from library.model_families import SD, ModelFamily, set_attention
 from library.noise import disturb, noise_schedule
 from library.optimizers import logged_rates, step_size_estimates
+from library.processes import mean_gradients
 from library.run_plan import Update
 from library.validation import Validation
 
@@ -382,9 +383,7 @@ class TrainerHooks:
 
     def all_reduce_network(self, accelerator: Any, network: Any) -> None:
         """Replace every gradient by its mean over the processes."""
-        for param in network.get_trainable_params():
-            if param.grad is not None:
-                param.grad = accelerator.reduce(param.grad, reduction="mean")
+        mean_gradients(list(network.get_trainable_params()), accelerator.device)
 
     def sample_images(
         self,

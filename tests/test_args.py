@@ -20,7 +20,7 @@ from library.errors import OptionError
 from tests.conftest import REPOSITORY, SPECIFICATION_FIXTURES
 from tests.training import arguments, make_tiles
 
-OURS = {"grad_filter", "grad_filter_args", "grad_filter_targets"}
+OURS = {"grad_filter", "grad_filter_args", "grad_filter_targets", "check_ranks"}
 
 
 LISTED = ("train_network", "sdxl_train_network", "sdxl_train")

@@ -97,3 +97,9 @@ def test_a_stop_saves_a_state_once_and_only_where_states_are_wanted(tmp_path):
     assert disk.output.at_stop(PLAN.update(5)) == tmp_path / "t-step00000005-state"
     assert (tmp_path / "t-step00000005-state").is_dir()
     assert Disk(tmp_path / "other").output.at_stop(PLAN.update(5)) is None
+
+
+def test_only_the_process_that_writes_removes(tmp_path):
+    disk = Disk(tmp_path, every_n_steps=2, keep_last_steps=2)
+    disk.output._removes = False
+    assert len(disk.run()) == 6

@@ -314,18 +314,18 @@ def test_what_is_trained_is_put_on_the_device_before_an_optimizer_sees_it(script
 
     from library.trainer import NetworkTrainer
 
-    prepared, prepare, create = [], Accelerator.prepare, NetworkTrainer.create_optimizer
+    prepared, prepare, create = [], Accelerator.prepare_model, NetworkTrainer.create_optimizer
 
-    def remember(self, *parts, **settings):
-        prepared.extend(part for part in parts if isinstance(part, torch.nn.Module))
-        return prepare(self, *parts, **settings)
+    def remember(self, model, *words, **settings):
+        prepared.append(model)
+        return prepare(self, model, *words, **settings)
 
     def check(self, args, groups, *rest):
         inside = {id(param) for module in prepared for param in module.parameters()}
         assert groups and all(id(param) in inside for group in groups for param in group["params"])
         return create(self, args, groups, *rest)
 
-    monkeypatch.setattr(Accelerator, "prepare", remember)
+    monkeypatch.setattr(Accelerator, "prepare_model", remember)
     monkeypatch.setattr(NetworkTrainer, "create_optimizer", check)
     asked = {**options, **FULL} if script == "sdxl_train" else options
     train(**{**asked, "script": script, "max_train_steps": 1})

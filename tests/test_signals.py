@@ -114,3 +114,14 @@ def test_a_run_without_states_says_so_when_it_is_stopped(straight, tmp_path, mon
     stopped = stopped_at(1, signal.SIGINT, monkeypatch, **options)
     assert stopped.status == 130 and "add --save_state" in str(stopped)
     assert not list(Path(tmp_path / "out").glob("*"))
+
+
+def test_signals_that_a_launcher_hands_on_are_no_second_one(monkeypatch):
+    times, ended = iter([10.0, 12.0, 15.0]), []
+    monkeypatch.setattr("library.signals.os._exit", ended.append)
+    with StopRequest(together_s=5.0, now=lambda: next(times)) as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert (stop.number, ended) == (signal.SIGTERM, [])
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == [143]
