@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 TEMPORARY_MARK = ".incomplete-"
 OLDER_MARK = ".older-"
+RENAME_WAITS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # between the tries of a rename that is not permitted
 UMASK = os.umask(0)  # it can only be read by setting it
 os.umask(UMASK)
 
@@ -32,6 +34,24 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def rename(source: Path, target: Path, wait: Callable[[float], None] = time.sleep) -> None:
+    """Rename a file or folder; on Windows a few times, as a scanner or indexer may hold it open for a moment.
+
+    Args:
+        source, target: in one folder; an older file under ``target`` is replaced. wait: called with seconds.
+
+    Raises:
+        OSError: it cannot be done; both stay as they are.
+    """
+    for seconds in RENAME_WAITS_S if os.name == "nt" else ():
+        try:
+            os.replace(source, target)
+            return
+        except PermissionError:
+            wait(seconds)
+    os.replace(source, target)
 
 
 def check_room(target: Path, size: int) -> None:
@@ -69,7 +89,7 @@ def write_file(target: Path, write: Callable[[Path], object], size: int = 0) -> 
         write(temporary)
         open_as_usual(temporary)
         flush_to_disk(temporary)
-        os.replace(temporary, target)
+        rename(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
     flush_to_disk(target.parent)
@@ -123,14 +143,14 @@ def new_folder(target: Path, size: int = 0) -> Iterator[Path]:
 
 def _put_in_place(temporary: Path, target: Path) -> None:
     if not target.exists():
-        os.rename(temporary, target)
+        rename(temporary, target)
         return
     older = _hidden_beside(target, OLDER_MARK)
-    os.rename(target, older)
+    rename(target, older)
     try:
-        os.rename(temporary, target)
+        rename(temporary, target)
     except OSError:
-        os.rename(older, target)
+        rename(older, target)
         raise
     shutil.rmtree(older, ignore_errors=True)
 
@@ -140,12 +160,15 @@ def recover_folder(target: Path) -> None:
     if target.exists() or not target.parent.is_dir():
         return
     for older in target.parent.glob(f".{glob.escape(target.name)}{OLDER_MARK}*"):
-        os.rename(older, target)
+        try:
+            rename(older, target)
+        except FileNotFoundError:
+            pass  # another process of this run was faster
         return
 
 
 def remove_folder(target: Path) -> None:
     """Remove a folder so that a kill in between never leaves half of it under its name."""
     doomed = _hidden_beside(target, TEMPORARY_MARK)
-    os.rename(target, doomed)
+    rename(target, doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -18,7 +18,7 @@ from library.dataset import BatchKey, TrainingData, batch_loader
 from library.errors import RunStopped
 from library.fused_steps import FusedSteps
 from library.losses import first_non_finite
-from library.optimizers import EstimateWatch, logged_rates, step_size_estimates
+from library.optimizers import EstimateWatch, MovementWatch, logged_rates, step_size_estimates
 from library.output import RunOutput
 from library.processes import RankCheck, joined, largest_of_all, shared_random_numbers
 from library.progress import LossAverage, Progress
@@ -123,6 +123,7 @@ class TrainingLoop:
         optimizers = getattr(parts.raw_optimizer, "optimizers", [parts.raw_optimizer])
         self.filters = [handle for each in optimizers if (handle := grad_filter.handle_of(each)) is not None]
         self.estimates = EstimateWatch(parts.raw_optimizer)
+        self.movement = MovementWatch(param for each in optimizers for g in each.param_groups for param in g["params"])
         self.rates: dict[str, float] = {}
         self.several = plan.processes > 1
         self.step = 0
@@ -152,6 +153,7 @@ class TrainingLoop:
                 if step < self.plan.max_steps:
                     self._stop_if_asked(self.plan.update(step))
         self.progress.close()
+        self.movement.report()
         return self.plan.update(self.plan.max_steps)
 
     # ------------------------------------------------------------------------------------------------------- data
@@ -294,6 +296,7 @@ class TrainingLoop:
     def _note_rates(self, estimates: Sequence[float | None]) -> None:
         self.rates = logged_rates(self.parts.raw_optimizer, self.parts.descriptions, estimates)
         self.estimates.after_update()
+        self.movement.after_update()
 
     def _refuse_non_finite_gradients(self) -> None:
         params = [param for group in self.parts.raw_optimizer.param_groups for param in group["params"]]

@@ -9,7 +9,7 @@ import inspect
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -421,6 +421,55 @@ class EstimateWatch:
                 self.first[0],
                 self.patience,
             )
+
+
+class MovementWatch:
+    """Says how many weights of 16 bits have changed at all: updates below their spacing are rounded away.
+
+    Weights that are zero do not count, as any update moves them.
+
+    Args:
+        params: trained weights; those of 32 bits are not looked at. updates: after which it looks, once.
+        sample: entries looked at in each tensor, evenly spaced.
+    """
+
+    WARN_BELOW = 0.05
+
+    def __init__(self, params: Iterable[Tensor], updates: int = 100, sample: int = 256):
+        self.left = updates
+        self.updates = updates
+        self._sample = sample
+        self._before = [
+            (param, self._look(param)) for param in params if param.dtype in (torch.bfloat16, torch.float16)
+        ]
+
+    def _look(self, param: Tensor) -> Tensor:
+        flat = param.detach().reshape(-1)
+        return flat[:: max(1, flat.numel() // self._sample)].clone()
+
+    def after_update(self) -> None:
+        """Count one update, and look when it is time."""
+        self.left -= 1
+        if self.left == 0:
+            self.report()
+
+    def report(self) -> None:
+        """Look now; nothing is said twice, nor of weights of 32 bits."""
+        before, self._before = self._before, []
+        if not before:
+            return
+        changed = sum(int(((self._look(param) != old) & (old != 0)).sum()) for param, old in before)
+        share = changed / max(1, sum(int(torch.count_nonzero(old)) for _, old in before))
+        said = log.warning if share < self.WARN_BELOW else log.info
+        said(
+            "%.1f %% of the entries of 16 bit weights have changed in %d updates%s",
+            100 * share,
+            self.updates - max(self.left, 0),
+            ": smaller updates are rounded away. Raise --learning_rate, let a gradient filter keep more, leave "
+            "--full_bf16 out, or use --fused_backward_pass, which rounds at random"
+            if share < self.WARN_BELOW
+            else "",
+        )
 
 
 # --------------------------------------------------------------------------------------------------------- saved state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,3 +128,85 @@ def test_results_can_be_read_by_whom_the_umask_lets(tmp_path):
         save(inside / "file")
     modes = {path.stat().st_mode for path in (tmp_path / "plain", tmp_path / "file", tmp_path / "folder" / "file")}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("held", [0, 1, 6, 7])
+def test_a_rename_on_windows_waits_for_a_scanner_to_let_go(held, tmp_path, monkeypatch):
+    real, calls, waited = os.replace, [], []
+
+    def busy(source, target):
+        calls.append(source)
+        if len(calls) <= held:
+            raise PermissionError(13, "The process cannot access the file because it is being used by another process")
+        real(source, target)
+
+    monkeypatch.setattr(files.os, "replace", busy)
+    monkeypatch.setattr(files.os, "name", "nt")
+    source, target = str(tmp_path / "new"), str(tmp_path / "old")
+    for path, text in ((source, "new"), (target, "old")):
+        with open(path, "w") as stream:
+            stream.write(text)
+    if held == 7:
+        with pytest.raises(PermissionError):
+            files.rename(source, target, waited.append)
+    else:
+        files.rename(source, target, waited.append)
+    assert waited == list(files.RENAME_WAITS_S[:held])
+    with open(target) as stream:
+        assert stream.read() == ("old" if held == 7 else "new")
+
+
+def test_a_rename_elsewhere_fails_at_once(tmp_path, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files.os, "replace", refuse)
+    with pytest.raises(PermissionError):
+        files.rename(tmp_path / "a", tmp_path / "b", lambda seconds: pytest.fail("it waited"))
+
+
+def test_two_processes_may_recover_one_folder(tmp_path, monkeypatch):
+    older = tmp_path / f".t-state{files.OLDER_MARK}1a"
+    older.mkdir()
+    real = files.os.replace
+
+    def faster(source, target):
+        real(source, target)
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(files.os, "replace", faster)
+    files.recover_folder(tmp_path / "t-state")
+    assert (tmp_path / "t-state").is_dir() and not older.exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder with room for 256 KiB, its own file system."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this machine does not let the tests mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["size known", "size not known"])
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_B19_a_disk_that_is_really_full_keeps_what_it_has(kind, known, small_disk):
+    small, large = b"a" * 1000, b"b" * 300_000
+
+    def save(content: bytes) -> None:
+        size = len(content) if known else 0
+        if kind == "file":
+            files.write_file(small_disk / "t.bin", lambda path: path.write_bytes(content), size)
+            return
+        with files.new_folder(small_disk / "t-state", size) as inside:
+            (inside / "one").write_bytes(content)
+
+    save(small)
+    with pytest.raises(OSError) as raised:
+        save(large)
+    assert raised.value.errno == 28
+    assert [path.read_bytes() for path in small_disk.rglob("*") if path.is_file()] == [small]
+    save(small)
