@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import glob
 import json
@@ -160,10 +161,8 @@ def recover_folder(target: Path) -> None:
     if target.exists() or not target.parent.is_dir():
         return
     for older in target.parent.glob(f".{glob.escape(target.name)}{OLDER_MARK}*"):
-        try:
+        with contextlib.suppress(FileNotFoundError):  # another process of this run was faster
             rename(older, target)
-        except FileNotFoundError:
-            pass  # another process of this run was faster
         return
 
 

@@ -2,9 +2,8 @@
 
     handle = attach(torch.optim.AdamW(params), "topk keep=0.1 policy=update")
 
-One file that stands alone: standard library and torch (2.4 upwards, Python 3.10 upwards); NumPy speeds up selection on
-the CPU when it is there. More stages lie beside it in ``grad_filter_stages.py`` and are known when that file is there.
-In a trainer, decorate the function that adds the optimizer's options and the function that builds it:
+One file that stands alone: standard library and torch (2.4 upwards, Python 3.10 upwards). In a trainer, decorate the
+function that adds the optimizer's options and the function that builds it:
 
     @with_grad_filter_arguments
     def add_optimizer_arguments(parser): ...
@@ -12,8 +11,11 @@ In a trainer, decorate the function that adds the optimizer's options and the fu
     @with_grad_filter
     def get_optimizer(args, params): ...        # -> (name, args text, optimizer)
 
-In this file, in order: the contract of a filter, selection, the core stages, options, targets, the engine, its
-attachment to an optimizer, the decorators, the command line.
+In this file, in order: the contract of a filter, selection, the core stages, options, finding and building, parsing,
+targets, the engine, policies, the attachment to an optimizer, the decorators. Beside it, loaded when they are there and
+asked for: grad_filter_stages (more stages), _scopes (contests of tensors and units), _policies (freeze, moments,
+residual), _custom (filters of one's own from files), _statistics and _plots (numbers and pictures), _tool (list,
+describe, check), _batches and _cpu (speed).
 """
 
 from __future__ import annotations
@@ -49,7 +51,6 @@ log = logging.getLogger(__name__)
 
 STATE_KEY = "grad_filter"
 STATE_VERSION = 1
-PATH_VARIABLE = "GRAD_FILTER_PATH"
 OFF_WORDS = ("", "none", "off")
 HANDLE_ATTRIBUTE = "grad_filter_handle"
 
@@ -175,13 +176,13 @@ def register_filter(name: str, summary: str = "", kind: str = "") -> Callable[[A
     """
 
     def register(target: Any) -> Any:
-        FILTERS[name] = _registered(target, name, summary, kind)
+        FILTERS[name] = registered(target, name, summary, kind)
         return target
 
     return register
 
 
-def _registered(target: Any, name: str, summary: str = "", kind: str = "") -> Registered:
+def registered(target: Any, name: str, summary: str = "", kind: str = "") -> Registered:
     if inspect.isclass(target):
         offered = [word for word in KINDS if callable(getattr(target, word, None))]
         if len(offered) != 1:
@@ -213,6 +214,7 @@ PRESETS: dict[str, Preset] = {
 # ------------------------------------------------------------------------------------------------------- selection
 
 CHUNK = 1 << 16  # entries; a float32 chunk and its neighbours stay in the cache of one core
+TILE = 256  # entries that share one scale in 8-bit optimizer states
 
 
 def keep_count(keep: float, size: int) -> int:
@@ -375,7 +377,9 @@ def random_like(grad: Tensor, *parts: Any) -> Tensor:
 def require(condition: bool, stage: str, key: str, value: Any, allowed: str, example: Any) -> None:
     """Raise the one-line error of a wrong option unless ``condition`` holds."""
     if not condition:
-        raise GradFilterError(f"{stage}: {key} must be {allowed}, got {_text(value)}. Example: {key}={_text(example)}")
+        raise GradFilterError(
+            f"{stage}: {key} must be {allowed}, got {as_text(value)}. Example: {key}={as_text(example)}"
+        )
 
 
 @register_filter("finite", summary="leave out steps with NaN or Inf (nan=skip), or zero such entries (nan=zero)")
@@ -495,60 +499,6 @@ class Ema(GradFilter):
         for mean, value in chunks(state["ema"], grad):
             mean.mul_(self.beta).add_(value * (1 - self.beta))  # lerp would round otherwise than the formula
         return state["ema"] / (1 - self.beta ** (step + 1)) if self.debias else state["ema"]
-
-
-@register_filter("sign", summary="replace every entry by its sign")
-class Sign(GradFilter):
-    """Give -1, 0 or 1. No state. Source: signSGD (arXiv:1802.04434); rai_toolbox's SignedGradientOptim."""
-
-    entrywise = True
-
-    def transform(self, grad: Tensor) -> Tensor:
-        return grad.sign()
-
-
-@register_filter("threshold", summary="pass entries whose magnitude reaches a bound")
-class Threshold(GradFilter):
-    """Pass |g| >= value, or |g| >= value * RMS(g) when ``relative``. No state.
-
-    Args:
-        value: the bound, at least 0. relative: in units of the root mean square of the tensor.
-    """
-
-    def __init__(self, value: float = 1.0, relative: bool = True):
-        require(value >= 0.0, "threshold", "value", value, "at least 0", 1.0)
-        self.value, self.relative = value, relative
-
-    def mask(self, grad: Tensor) -> Tensor:
-        return grad.abs() >= (rms(grad) * self.value if self.relative else self.value)
-
-
-@register_filter("random", summary="pass entries, rows or tensors with a fixed probability")
-class Random(GradFilter):
-    """Pass at random, drawn from (seed, step, position of the parameter) and never from a global generator.
-
-    Args:
-        p: probability to pass, in (0, 1]. seed: any whole number. unit: what is drawn: ``entry``, ``row`` (first
-            dimension) or ``tensor``.
-
-    No state. Source: Child-Tuning-F (arXiv:2109.05687); SkipUpdate draws whole tensors.
-    """
-
-    def __init__(self, p: float = 0.1, seed: int = 0, unit: Literal["entry", "row", "tensor"] = "entry"):
-        require(0.0 < p <= 1.0, "random", "p", p, "in (0, 1]", 0.1)
-        self.p, self.seed, self.unit = p, seed, unit
-
-    def mask(self, grad: Tensor, step: int, index: int) -> Tensor:
-        drawn = {
-            "entry": grad,
-            "row": grad.reshape(len(grad) if grad.dim() else 1, -1)[:, :1],
-            "tensor": grad.reshape(-1)[:1],
-        }
-        chosen = random_like(drawn[self.unit], self.seed, step, index) < self.p
-        if self.unit == "entry":
-            return chosen
-        shape = (-1,) + (1,) * (grad.dim() - 1) if self.unit == "row" and grad.dim() else (1,) * grad.dim()
-        return chosen.reshape(shape).expand(grad.shape)
 
 
 def work_dtype(tensor: Tensor) -> torch.dtype:
@@ -698,9 +648,9 @@ class ChainSpec:
 
     def words(self) -> list[str]:
         """Give the options that were typed, each as ``key=value``."""
-        typed = [f"{stage.name}.{key}={_text(value)}" for stage in self.stages for key, value in stage.options]
+        typed = [f"{stage.name}.{key}={as_text(value)}" for stage in self.stages for key, value in stage.options]
         default = vars(ChainOptions())
-        return typed + [f"{k}={_text(v)}" for k, v in vars(self.options).items() if v != default[k]]
+        return typed + [f"{k}={as_text(v)}" for k, v in vars(self.options).items() if v != default[k]]
 
     def canonical(self) -> str:
         """Give the text that describes the chain completely: same text, same behaviour."""
@@ -754,10 +704,10 @@ def _without_folders(word: str) -> str:
     return os.path.basename(key) + equals + ",".join(map(os.path.basename, value.split(",")))
 
 
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return str(value).lower()
-    return ",".join(map(_text, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(map(as_text, value)) if isinstance(value, tuple) else str(value)
 
 
 def _words(value: Any) -> list[str]:
@@ -772,7 +722,7 @@ def _words(value: Any) -> list[str]:
     return words
 
 
-def _suggest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -783,13 +733,9 @@ def _suggest(word: str, known: Iterable[str]) -> str:
 def known_filters() -> dict[str, Registered]:
     """Give every filter known by name: the core ones, those of grad_filter_stages.py, and those of filter folders."""
     _load_beside("grad_filter_stages")
-    for path in _files_of_folders():
-        try:
-            module = _load_file(path).__name__
-            if not any(found.target.__module__ == module for found in FILTERS.values()):
-                FILTERS[path.stem] = _from_file(path.stem, path)
-        except GradFilterError as error:  # one broken file must not hide the others
-            log.warning("%s", error)
+    custom = _load_beside("grad_filter_custom")
+    if custom is not None:
+        custom.register_all()
     return FILTERS
 
 
@@ -805,14 +751,12 @@ def _load_beside(name: str, needs: str = "") -> types.ModuleType | None:
     return None
 
 
-def filter_folders() -> list[Path]:
-    """Give the folders whose files are filters: custom_filters/ beside the library, and those of GRAD_FILTER_PATH."""
-    named = [Path(part) for part in os.environ.get(PATH_VARIABLE, "").split(os.pathsep) if part]
-    return [folder for folder in (Path(__file__).resolve().parent.parent / "custom_filters", *named) if folder.is_dir()]
-
-
-def _files_of_folders() -> list[Path]:
-    return [path for folder in filter_folders() for path in sorted(folder.glob("[!_]*.py"))]
+def needed(name: str, what: str) -> types.ModuleType:
+    """Load a file that must lie beside this one for ``what`` was asked."""
+    module = _load_beside(name)
+    if module is None:
+        raise GradFilterError(f"grad_filter: {what} needs {name}.py beside grad_filter.py. Copy it there")
+    return module
 
 
 def resolve(name: str, allow_code: bool = True) -> Registered:
@@ -825,68 +769,17 @@ def resolve(name: str, allow_code: bool = True) -> Registered:
         _load_beside("grad_filter_stages")
     if name in FILTERS:
         return FILTERS[name]
-    if ":" in name:
-        return _from_code(name, allow_code)
-    for path in _files_of_folders():
-        if path.stem == name:
-            return _from_file(name, path)
-    known = sorted({*known_filters(), *PRESETS, *(path.stem for path in _files_of_folders())})
+    custom = needed("grad_filter_custom", name) if ":" in name else _load_beside("grad_filter_custom")
+    found = custom.find(name, allow_code) if custom is not None else None
+    if found is not None:
+        return found
+    known = sorted({*known_filters(), *PRESETS})
     if name in FILTERS:  # registered by a file of another name
         return FILTERS[name]
     raise GradFilterError(
-        f"--grad_filter: no filter is called {name!r}.{_suggest(name, known)} There are {len(known)}, among them topk, "
-        f"ema, snr, finite; python -m library.grad_filter list prints all"
+        f"--grad_filter: no filter is called {name!r}.{suggest(name, known)} There are {len(known)}, among them topk, "
+        f"ema, finite; python -m library.grad_filter list prints all"
     )
-
-
-def _from_code(name: str, allow_code: bool) -> Registered:
-    if not allow_code:
-        raise GradFilterError(
-            f"--grad_filter {name}: code is named, which a config file may not do. Give it on the command line, or put "
-            f"the file into custom_filters/"
-        )
-    source, _, attribute = name.rpartition(":")
-    if source.endswith(".py"):
-        module = _load_file(Path(source))
-    else:
-        try:
-            module = importlib.import_module(source)
-        except ImportError as error:
-            raise GradFilterError(
-                f"--grad_filter {name}: cannot import {source} ({error}). Check the name or install it"
-            ) from error
-    target = getattr(module, attribute, None)
-    if target is None:
-        known = [key for key, value in vars(module).items() if callable(value)]
-        raise GradFilterError(f"--grad_filter {name}: {source} has no {attribute}.{_suggest(attribute, known)}")
-    log.info("grad_filter: %s is %s of %s", name, attribute, getattr(module, "__file__", source))
-    return next((found for found in FILTERS.values() if found.target is target), None) or _registered(target, name)
-
-
-def _from_file(name: str, path: Path) -> Registered:
-    module = _load_file(path)
-    if name in FILTERS:
-        return FILTERS[name]
-    own = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__ and callable(v)]
-    target = getattr(module, name, own[0] if len(own) == 1 else None)
-    if target is None:
-        raise GradFilterError(f"--grad_filter {name}: {path} defines no {name}. Name the class or function so")
-    return _registered(target, name)
-
-
-@functools.cache
-def _load_file(path: Path) -> types.ModuleType:
-    if not path.is_file():
-        raise GradFilterError(f"--grad_filter: there is no file {path}. Give an existing file.py:Name")
-    spec = importlib.util.spec_from_file_location(f"grad_filter_file_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # type hints of its classes are looked up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever a stranger's file raises
-        raise GradFilterError(f"--grad_filter: {path} cannot be run: {type(error).__name__}: {error}") from error
-    return module
 
 
 def accepted_options(registered: Registered) -> dict[str, inspect.Parameter]:
@@ -912,7 +805,7 @@ def convert(text: str, kind: Any, where: str, example: Any) -> Any:
         GradFilterError: the text is no such value.
     """
     wrong = GradFilterError(
-        f"--grad_filter_args {where}={text}: give {_kind_words(kind)}. Example: {where}={_text(example)}"
+        f"--grad_filter_args {where}={text}: give {_kind_words(kind)}. Example: {where}={as_text(example)}"
     )
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         if type(None) in typing.get_args(kind) and text.lower() == "none":
@@ -1034,7 +927,7 @@ def _owner(word: str, accepted: Mapping[str, Mapping[str, Any]]) -> tuple[str | 
             key = left[len(stage) + 1 :]
             if key not in accepted[stage]:
                 known = ", ".join(accepted[stage]) or "none"
-                near = _suggest(key, accepted[stage])
+                near = suggest(key, accepted[stage])
                 raise GradFilterError(f"--grad_filter_args: {stage} has no option {key!r}.{near} Known: {known}")
             return stage, key, text
     owners = [stage for stage, keys in accepted.items() if left in keys]
@@ -1044,7 +937,7 @@ def _owner(word: str, accepted: Mapping[str, Mapping[str, Any]]) -> tuple[str | 
     if owners or left in vars(ChainOptions()):
         return (owners[0] if owners else None), left, text
     known_words = sorted({*vars(ChainOptions()), *(key for keys in accepted.values() for key in keys)})
-    near = _suggest(left, known_words)
+    near = suggest(left, known_words)
     raise GradFilterError(f"--grad_filter_args: no option is called {left!r}.{near} Known: {', '.join(known_words)}")
 
 
@@ -1198,7 +1091,7 @@ class Stage:
             raise GradFilterError(f"{self.name}: gave {got} for a gradient of shape {tuple(work.whole.shape)}")
         return result if result.dtype is torch.bool else result.to(work.whole.dtype).contiguous()
 
-    def _count(self, size: int, work: Work) -> int:
+    def count(self, size: int, work: Work) -> int:
         """Give how many of ``size`` competitors pass at this step."""
         own = getattr(self.filter, "count", None)
         count = own(size) if own else keep_count(self.selection.share(work.context.step), size)
@@ -1206,93 +1099,16 @@ class Stage:
 
     def _select(self, scores: list[Tensor], works: Sequence[Work]) -> list[Tensor]:
         nonnegative = getattr(self.filter, "nonnegative", False)
-        if self.chain.unit == "entry" and len(works) == 1:  # the usual case, without copies
-            ndim = self.selection.ndim if self.selection.ndim is not None or self.chain.scope != "row" else -1
-            rows, size = row_shape(scores[0].shape, ndim if scores[0].dim() > 1 else None)
-            if works[0].rows:
-                rows, size = works[0].rows, scores[0].numel() // works[0].rows
-            bits = ordered_bits(scores[0].view(rows, size), nonnegative)
-            if self.chain.limits_tensors:
-                bits = within_limits(bits, self.chain.floor, self.chain.cap)
-            count = self._count(size, works[0])
-            works[0].asked = count * rows
-            return [pass_largest(bits, count).view(scores[0].shape)]
-        units = Units(self.chain.unit, works)
-        contest = units.scores(scores)
-        bits = [ordered_bits(one.view(1, -1), nonnegative) for one in contest]
-        if self.chain.limits_tensors:
-            bits = [within_limits(one, self.chain.floor, self.chain.cap) for one in bits]
-        sizes = [one.shape[1] for one in bits]
-        joined = torch.cat([one.to(bits[0].device) for one in bits], dim=1)
-        count = min(self._count(sum(sizes), works[0]), sum(keep_count(self.chain.cap, size) for size in sizes))
-        for work in works:
-            work.asked = count / sum(sizes) * work.whole.numel()
-        chosen = pass_largest(joined, count).view(-1).split(sizes)
-        return units.masks([mask.to(one.device) for mask, one in zip(chosen, bits)])
-
-
-def within_limits(bits: Tensor, floor: float, cap: float) -> Tensor:
-    """Lift the best share ``floor`` of a tensor above all others and put what is beyond ``cap`` below them."""
-    size = bits.shape[1]
-    limits = torch.iinfo(bits.dtype)
-    limited = bits.masked_fill(~pass_largest(bits, keep_count(cap, size)), limits.min)
-    if floor:
-        limited.masked_fill_(pass_largest(bits, keep_count(floor, size)), limits.max)
-    return limited
-
-
-TILE = 256  # entries that share one scale in 8-bit optimizer states
-
-
-class Units:
-    """What passes or rests together: rows, LoRA rank components, tiles or whole tensors instead of single entries.
-
-    A unit's score is the mean of its entries' scores. The same rank component of ``down`` and ``up`` is one unit.
-    """
-
-    def __init__(self, unit: str, works: Sequence[Work]):
-        self.unit = unit
-        self.works = works
-        self.keys = [work.slot.component if unit == "component" else index for index, work in enumerate(works)]
-
-    def scores(self, scores: Sequence[Tensor]) -> list[Tensor]:
-        """Give the units' scores, one vector for each tensor or pair of tensors."""
-        vectors = [self._reduce(one, work) for one, work in zip(scores, self.works)]
-        joined: dict[Any, Tensor] = {}
-        for key, vector in zip(self.keys, vectors):
-            joined[key] = joined[key] + vector if key in joined else vector
-        return list(joined.values())
-
-    def masks(self, chosen: Sequence[Tensor]) -> list[Tensor]:
-        """Give the mask of every tensor from those of the units."""
-        by_key = dict(zip(dict.fromkeys(self.keys), chosen))
-        return [self._spread(by_key[key], work) for key, work in zip(self.keys, self.works)]
-
-    def _reduce(self, scores: Tensor, work: Work) -> Tensor:
-        if self.unit == "entry":
-            return scores.view(-1)
-        if self.unit == "tensor":
-            return scores.mean().view(1)
-        if self.unit == "tile":
-            padding = -scores.numel() % TILE
-            tiles = torch.nn.functional.pad(scores.view(-1), (0, padding)).view(-1, TILE)
-            sizes = torch.full((len(tiles),), float(TILE), device=scores.device)
-            sizes[-1] -= padding
-            return tiles.sum(dim=1) / sizes
-        if self.unit == "component" and work.context.role == "up":
-            scores = scores.transpose(0, 1)
-        return scores.reshape(len(scores) if scores.dim() else 1, -1).mean(dim=1)
-
-    def _spread(self, chosen: Tensor, work: Work) -> Tensor:
-        like = work.whole
-        if self.unit == "entry":
-            return chosen.view(like.shape)
-        if self.unit == "tile":
-            return chosen.repeat_interleave(TILE)[: like.numel()].view(like.shape)
-        shape = [1] * like.dim()
-        if self.unit != "tensor" and like.dim():
-            shape[1 if self.unit == "component" and work.context.role == "up" else 0] = -1
-        return chosen.view(shape).expand(like.shape)
+        if self.chain.unit != "entry" or len(works) > 1 or self.chain.limits_tensors:
+            return needed("grad_filter_scopes", "a contest of tensors or units").select(self, scores, works)
+        (score,), (work,) = scores, works
+        ndim = self.selection.ndim if self.selection.ndim is not None or self.chain.scope != "row" else -1
+        rows, size = row_shape(score.shape, ndim if score.dim() > 1 else None)
+        if work.rows:
+            rows, size = work.rows, score.numel() // work.rows
+        count = self.count(size, work)
+        work.asked = count * rows
+        return [pass_largest(ordered_bits(score.view(rows, size), nonnegative), count).view(score.shape)]
 
 
 class Chain:
@@ -1306,6 +1122,8 @@ class Chain:
         self.skips_non_finite = not guards or guards[0].nan == "skip"
         self.stages = [stage for stage in self.stages if not isinstance(stage.filter, Finite)]
         self.policy = make_policy(options)
+        if options.scope in ("group", "global") or options.unit != "entry":
+            needed("grad_filter_scopes", f"scope={options.scope} unit={options.unit}")
         self.watches_micro_steps = any(getattr(s.filter, "watches_micro_steps", False) for s in self.stages)
         self.asks_for_norm = any(stage.asks_for("total_norm") for stage in self.stages)
         self.limits_weights = [s.filter.weights_after for s in self.stages if hasattr(s.filter, "weights_after")]
@@ -1553,33 +1371,6 @@ def make_policy(options: ChainOptions) -> Policy:
 POLICY_BUFFERS = "policy"
 
 
-class MicroSteps:
-    """Counts the signs of the batches that are accumulated in one gradient."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin a new gradient."""
-        self.count = 0
-        self.signs: Tensor | None = None
-        self._before: Tensor | None = None
-        self._gradient: Tensor | None = None
-
-    @torch.no_grad()
-    def watch(self, param: Tensor) -> None:
-        """Look at a gradient to which a batch was added."""
-        gradient = param.grad
-        assert gradient is not None
-        if gradient is not self._gradient:
-            self.forget()  # a loss scaler left the step out, so nothing said that it ended
-        added = gradient if self._before is None else gradient - self._before
-        signs = added.sign().to(torch.int16)
-        self.signs = signs if self.signs is None else self.signs.add_(signs)
-        self._gradient, self._before = gradient, gradient.clone()
-        self.count += 1
-
-
 @dataclass
 class Slot:
     """What is kept for one parameter: names, chain, buffers by stage, and what the running step must put back."""
@@ -1595,8 +1386,8 @@ class Slot:
     factor: Tensor | None = None
     before: dict[str, Tensor] = field(default_factory=dict)
     memory: dict[str, Tensor] = field(default_factory=dict)
-    micro: MicroSteps | None = None
-    followed: Followed | None = None
+    micro: Any = None  # counts signs of micro-steps
+    followed: Any = None  # what statistics keep
     batch: Any = None  # whose buffers hold those of this slot
 
     @property
@@ -1636,133 +1427,6 @@ class Slot:
         return self.loaded or {f"{stage}.{key}": t for stage, own in self.buffers.items() for key, t in own.items()}
 
 
-class Followed:
-    """What ``statistics=full`` keeps for one parameter: its last masks, when each entry last passed, its old weights.
-
-    Attributes:
-        masks: of the last three filtered steps, newest last. age: (shape of the parameter) int32, step at which an
-            entry last passed, -1 for never. weight: before the running step, when that step is measured.
-    """
-
-    def __init__(self, param: Tensor):
-        self.masks: collections.deque[Tensor] = collections.deque(maxlen=3)
-        self.age = torch.full(param.shape, -1, dtype=torch.int32, device=param.device)
-        self.weight: Tensor | None = None
-
-    def see(self, mask: Tensor, step: int) -> None:
-        self.masks.append(mask.clone())  # a mask may share the memory of its row
-        self.age.masked_fill_(mask, step)
-
-    def overlap(self, steps_ago: int) -> Tensor | None:
-        """Give the share of what passes now that also passed then, as a 0-d tensor."""
-        if len(self.masks) <= steps_ago:
-            return None
-        now = self.masks[-1]
-        both = torch.count_nonzero(now & self.masks[-1 - steps_ago])
-        return both / torch.count_nonzero(now).clamp(min=1)
-
-
-class Statistics:
-    """What the filter let through, gathered on the device and read only when asked.
-
-    Shares of every tensor are remembered for pictures, thinned out so that memory stays bounded.
-    """
-
-    COLUMNS = 512
-
-    def __init__(self) -> None:
-        self.skipped_steps = 0
-        self.zero_tensors = 0
-        self.columns: list[tuple[int, dict[str, dict[int, Tensor]]]] = []
-        self._stride = 1
-        self._recorded = 0
-        self._sums: collections.defaultdict[str, Any] = collections.defaultdict(float)
-        self._column: dict[str, dict[int, Tensor]] = {}
-        self._latest: dict[str, Any] = {}
-
-    def add(self, work: Work) -> None:
-        """Measure one tensor, before its result is written back."""
-        if work.mask is None:
-            return
-        sums, kept, size = self._sums, torch.count_nonzero(work.mask), work.mask.numel()
-        sums["entries"] += size
-        sums["passing"] += kept.double()
-        sums["before"] += work.whole.square().sum().double()
-        sums["after"] += work.seen.square().sum().double()
-        smallest = torch.where(work.mask, work.whole.abs(), torch.inf).min().double()
-        sums["smallest"] = torch.minimum(sums["smallest"], smallest) if "smallest" in sums else smallest
-        self._put("kept", work.slot.index, kept / size)
-        if work.asked is not None:
-            sums["asked"] += work.asked
-        followed = work.slot.followed
-        if followed is not None:
-            sums["never"] += torch.count_nonzero(followed.age < 0).double()
-            for steps_ago in (1, 2):
-                overlap = followed.overlap(steps_ago)
-                if overlap is not None:
-                    sums[f"overlap_{steps_ago}"] += overlap.double() * kept
-                    sums[f"overlap_{steps_ago}_of"] += kept.double()
-                    self._put(f"overlap_{steps_ago}", work.slot.index, overlap)
-
-    def _put(self, kind: str, index: int, share: Tensor) -> None:
-        self._column.setdefault(kind, {})[index] = share
-
-    def add_movement(self, mask: Tensor, before: Tensor, after: Tensor) -> None:
-        """Measure how far a parameter really went in a step."""
-        moved = (after - before).abs()
-        self._sums["moved"] += torch.count_nonzero(moved).double()
-        self._sums["distance"] += moved.sum().double()
-        self._sums["distance_masked"] += moved.masked_fill(mask, 0.0).sum().double()
-
-    def finish(self, step: int, time_share: float) -> None:
-        """Turn what was added into the numbers of one step."""
-        sums, self._sums = self._sums, collections.defaultdict(float)
-        column, self._column = self._column, {}
-        if not sums:
-            return
-        size = sums["entries"]
-        self._latest = {
-            "kept": sums["passing"] / size,
-            "energy_kept": sums["after"] / sums["before"],
-            "norm_before": sums["before"].sqrt(),
-            "norm_after": sums["after"].sqrt(),
-            "threshold": sums["smallest"],
-            "time_share": time_share,
-            "skipped_steps": self.skipped_steps,
-            "zero_tensors": self.zero_tensors,
-        }
-        if "asked" in sums:
-            self._latest["asked"] = sums["asked"] / size
-        if "distance" in sums:
-            self._latest["moved"] = sums["moved"] / size
-            self._latest["moved_at_masked"] = sums["distance_masked"] / sums["distance"].clamp(min=1e-30)
-        if "never" in sums:
-            self._latest["never_passed"] = sums["never"] / size
-        for key in [f"overlap_{steps_ago}" for steps_ago in (1, 2) if f"overlap_{steps_ago}" in sums]:
-            self._latest[key] = sums[key] / sums[f"{key}_of"].clamp(min=1.0)
-        if self._recorded % self._stride == 0:
-            self.columns.append((step, column))
-        self._recorded += 1
-        if len(self.columns) > self.COLUMNS:
-            self.columns, self._stride = self.columns[::2], self._stride * 2
-
-    def scalars(self) -> dict[str, float]:
-        """Give what was measured since the last call, under ``grad_filter/``; this waits for the device."""
-        latest, self._latest = self._latest, {}
-        return {f"grad_filter/{key}": float(value) for key, value in latest.items()}
-
-    def table(self, kind: str) -> tuple[list[int], dict[int, list[float]]]:
-        """Give the remembered steps, and by position of the parameter the share at each of them (NaN where absent).
-
-        Args:
-            kind: ``kept``, ``overlap_1`` or ``overlap_2``.
-        """
-        columns = [(step, column[kind]) for step, column in self.columns if kind in column]
-        positions = sorted({index for _, column in columns for index in column})
-        rows = {i: [float(column.get(i, math.nan)) for _, column in columns] for i in positions}
-        return [step for step, _ in columns], rows
-
-
 # ------------------------------------------------------------------------------------------------------ attachment
 
 
@@ -1776,10 +1440,12 @@ class FilterHandle:
     def __init__(self, optimizer: torch.optim.Optimizer, spec: FilterSpec, in_backward: bool):
         self.spec = spec
         self.step = 0
-        self.statistics = Statistics()
-        self._optimizer = optimizer
+        self.skipped_steps = self.zero_tensors = 0
+        reports = _load_beside("grad_filter_statistics")
+        self.statistics = reports.Statistics(self) if reports else None
+        self.optimizer = optimizer
         self._in_backward = in_backward
-        self._chains: dict[ChainSpec, Chain] = {}
+        self.chains: dict[ChainSpec, Chain] = {}
         self._slots: dict[int, Slot] = {}  # by id; a slot keeps its parameter alive
         self._facts: dict[str, Any] = {}
         self._frame: types.FrameType | None = None
@@ -1793,19 +1459,19 @@ class FilterHandle:
     # ------------------------------------------------------------------------------------------- on and off
 
     def _check_optimizer(self) -> None:
-        for param in (param for group in self._optimizer.param_groups for param in group["params"]):
+        for param in (param for group in self.optimizer.param_groups for param in group["params"]):
             if hasattr(param, "device_mesh"):
                 raise GradFilterError("grad_filter: FSDP and DTensor parameters are not supported. Train without FSDP")
         specs = [self.spec.chain, *(target.chain for target in self.spec.targets if target.chain)]
         specs += [_with_words(self.spec.chain, target.words) for target in self.spec.targets]
         for chain in map(Chain, specs):
-            chain.policy.check(self._optimizer)
+            chain.policy.check(self.optimizer)
             if self._in_backward:
                 self._check_backward(chain)
         if self._in_backward:
             return
-        if not hasattr(self._optimizer, "register_step_pre_hook"):
-            raise GradFilterError(f"grad_filter: {type(self._optimizer).__name__} has no step hooks of torch.optim")
+        if not hasattr(self.optimizer, "register_step_pre_hook"):
+            raise GradFilterError(f"grad_filter: {type(self.optimizer).__name__} has no step hooks of torch.optim")
 
     def _check_backward(self, chain: Chain) -> None:
         options = chain.options
@@ -1824,15 +1490,15 @@ class FilterHandle:
             )
 
     def _install(self) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if self._in_backward:
-            for slot in self._all_slots():
+            for slot in self.slots():
                 hook = functools.partial(self._filter_in_backward, slot)
                 self._removers.append(slot.param.register_post_accumulate_grad_hook(hook))
         else:
             self._removers.append(optimizer.register_step_pre_hook(self._before_step))
             self._removers.append(optimizer.register_step_post_hook(self._after_step))
-            self._all_slots()  # filters that watch micro-steps begin to
+            self.slots()  # filters that watch micro-steps begin to
         self._own = {name: vars(optimizer)[name] for name in _OVERRIDES if name in vars(optimizer)}
         for name, function in _OVERRIDES.items():  # bitsandbytes runs no state hooks, so its methods are overridden
             setattr(optimizer, name, types.MethodType(function, optimizer))
@@ -1844,18 +1510,18 @@ class FilterHandle:
             remover.remove()
         self._removers = []
         for name in (*_OVERRIDES, HANDLE_ATTRIBUTE):
-            vars(self._optimizer).pop(name, None)
-        vars(self._optimizer).update(self._own)
+            vars(self.optimizer).pop(name, None)
+        vars(self.optimizer).update(self._own)
 
     def bare(self, name: str) -> Callable[..., Any]:
         """Give the optimizer's own method of that name, which the filter stands in front of."""
-        return self._own.get(name) or types.MethodType(getattr(type(self._optimizer), name), self._optimizer)
+        return self._own.get(name) or types.MethodType(getattr(type(self.optimizer), name), self.optimizer)
 
     # ----------------------------------------------------------------------------------------------- slots
 
-    def _all_slots(self) -> list[Slot]:
+    def slots(self) -> list[Slot]:
         """Give a slot for every parameter in the optimizer's order; groups may have been added."""
-        places = [(n, param) for n, group in enumerate(self._optimizer.param_groups) for param in group["params"]]
+        places = [(n, param) for n, group in enumerate(self.optimizer.param_groups) for param in group["params"]]
         for index, (group, param) in enumerate(places):
             if id(param) not in self._slots:
                 self._slots[id(param)] = self._new_slot(param, index, group)
@@ -1866,12 +1532,12 @@ class FilterHandle:
         spec = self.spec.chain_for(lambda pattern: matches(pattern, tags, group, index, param.shape))
         if spec is not None and param.numel() < spec.options.min_numel:
             spec = None
-        if spec is not None and spec not in self._chains:
-            self._chains[spec] = Chain(spec)
+        if spec is not None and spec not in self.chains:
+            self.chains[spec] = Chain(spec)
         context = Context(param.detach(), index, name=tags.name, role=tags.role, block=tags.block, group=group)
-        slot = Slot(param, index, context, tags, self._chains[spec] if spec else None)
+        slot = Slot(param, index, context, tags, self.chains[spec] if spec else None)
         if slot.chain is not None and slot.chain.watches_micro_steps:
-            slot.micro = MicroSteps()
+            slot.micro = needed("grad_filter_stages", "watching micro-steps").MicroSteps()
             self._removers.append(param.register_post_accumulate_grad_hook(slot.micro.watch))
         return slot
 
@@ -1924,7 +1590,7 @@ class FilterHandle:
             self._time += time.perf_counter() - started
 
     def _filter_gradients(self) -> bool:
-        slots = [slot for slot in self._all_slots() if slot.param.grad is not None]
+        slots = [slot for slot in self.slots() if slot.param.grad is not None]
         if not slots or not self._unscale(slots):
             return True
         largest = _largest_entries([slot.gradient for slot in slots])  # the one wait for the device in a step
@@ -1937,16 +1603,16 @@ class FilterHandle:
         chosen: dict[ChainSpec, list[Slot]] = {}
         for slot, value in zip(slots, largest):
             if value == 0.0:
-                self.statistics.zero_tensors += 1
+                self.zero_tensors += 1
             elif slot.chain is not None and slot.chain.options.active(self.step):
                 chosen.setdefault(slot.chain.spec, []).append(slot)
-        if any(self._chains[spec].asks_for_norm for spec in chosen):
+        if any(self.chains[spec].asks_for_norm for spec in chosen):
             norm = torch.linalg.vector_norm(torch.stack([slot.gradient.norm().float() for slot in slots]))
             for slot in slots:
                 slot.context.total_norm = norm
-        self._measures = self.step % self.spec.chain.options.log_every == 0
+        self._measures = self.statistics is not None and self.step % self.spec.chain.options.log_every == 0
         for spec, members in chosen.items():
-            self._run_all(self._chains[spec], members)
+            self._run_all(self.chains[spec], members)
         self.step += 1
         return True
 
@@ -1954,7 +1620,7 @@ class FilterHandle:
         batches = _load_beside("grad_filter_batches")
         alone = list(members)
         if batches is not None and batches.takes(chain):
-            zeroes = {slot.index: chain.policy.zeroes_for(slot, self._optimizer) for slot in members}
+            zeroes = {slot.index: chain.policy.zeroes_for(slot, self.optimizer) for slot in members}
             together, alone = batches.divide(chain, members, zeroes)
             for slots, rows in together:
                 self._run_batch(chain, batches.Batch.of(slots, rows), zeroes[slots[0].index])
@@ -1976,7 +1642,7 @@ class FilterHandle:
         if work.mask is not None and chain.policy.ends_steps:
             for slot, mask in zip(batch.slots, batch.parts(work.mask)):
                 slot.mask, slot.factor = mask, None
-            chain.policy.before(batch.slots, self._optimizer)
+            chain.policy.before(batch.slots, self.optimizer)
 
     def _run(self, chain: Chain, bucket: Sequence[Slot]) -> None:
         works = [self._begin(slot, chain) for slot in bucket]  # one bucket at a time leaves little in memory
@@ -1986,29 +1652,26 @@ class FilterHandle:
 
     def _finish(self, chain: Chain, work: Work) -> None:
         slot = work.slot
-        if work.mask is not None and chain.options.statistics == "full":
-            slot.followed = slot.followed or Followed(slot.param)
-            slot.followed.see(work.mask, self.step)
+        if self.statistics is not None and work.mask is not None and chain.options.statistics == "full":
+            self.statistics.follow(slot, work.mask)
         if self._measures:
             self.statistics.add(work)
-            if slot.followed is not None:
-                slot.followed.weight = slot.param.detach().clone()
         work.write_back()
         work.context.step += 1
         if work.mask is not None and (chain.policy.ends_steps or slot.followed is not None):
             slot.mask, slot.factor = work.mask, work.factor
-            chain.policy.before([slot], self._optimizer)
+            chain.policy.before([slot], self.optimizer)
 
     def _unscale(self, slots: Sequence[Slot]) -> bool:
         """Undo what a GradScaler leaves to an optimizer with ``fused=True``; give False at an overflow."""
-        found_inf, scale = (getattr(self._optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        found_inf, scale = (getattr(self.optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if found_inf is not None and float(found_inf):
             return False
         if scale is not None:
             inverse = 1.0 / float(scale)
             for slot in slots:
                 slot.gradient.mul_(inverse)
-            self._optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         return True
 
     def _begin(self, slot: Slot, chain: Chain) -> Work:
@@ -2020,12 +1683,12 @@ class FilterHandle:
             )
         slot.prepare()
         self._tell(slot)
-        return Work(slot, gradient, chain.policy.zeroes_for(slot, self._optimizer))
+        return Work(slot, gradient, chain.policy.zeroes_for(slot, self.optimizer))
 
     def _tell(self, slot: Slot) -> None:
         """Bring what filters may ask for up to date."""
-        context, group = slot.context, self._optimizer.param_groups[slot.context.group]
-        context.lr, context.moments = group.get("lr", 0.0), self._optimizer.state.get(slot.param, {})
+        context, group = slot.context, self.optimizer.param_groups[slot.context.group]
+        context.lr, context.moments = group.get("lr", 0.0), self.optimizer.state.get(slot.param, {})
         context.optimizer_step = self.step
         for name in FROM_TRAINER:
             setattr(context, name, self._facts.get(name))
@@ -2033,7 +1696,7 @@ class FilterHandle:
             context.signs, context.micro_steps = slot.micro.signs, slot.micro.count
 
     def _leave_step_out(self, bad: Slot) -> None:
-        count = self.statistics.skipped_steps = self.statistics.skipped_steps + 1
+        count = self.skipped_steps = self.skipped_steps + 1
         if count & (count - 1) == 0:  # at 1, 2, 4, 8, ...: every one of them would drown the log
             message = "grad_filter: the gradient of %s is not finite; the step is left out (%d so far)"
             log.warning(message, bad.name, count)
@@ -2053,13 +1716,12 @@ class FilterHandle:
 
     def _end_steps(self) -> None:
         slots = [slot for slot in self._slots.values() if slot.chain is not None]
-        for chain in self._chains.values():
-            chain.policy.after([s for s in slots if s.chain is chain and s.mask is not None], self._optimizer)
+        for chain in self.chains.values():
+            chain.policy.after([s for s in slots if s.chain is chain and s.mask is not None], self.optimizer)
         for slot in slots:
             assert slot.chain is not None
-            if slot.mask is not None and slot.followed is not None and slot.followed.weight is not None:
-                self.statistics.add_movement(slot.mask, slot.followed.weight, slot.param.detach())
-                slot.followed.weight = None
+            if self._measures and slot.mask is not None and slot.followed is not None:
+                self.statistics.add_movement(slot)
             for limit in slot.chain.limits_weights:
                 slot.param.copy_(limit(slot.param.detach()))
             slot.mask, slot.factor, slot.before = None, None, {}
@@ -2097,9 +1759,9 @@ class FilterHandle:
                 "step": slot.context.step,
                 "buffers": slot.exported(),
             }
-            for slot in self._all_slots()
+            for slot in self.slots()
         ]
-        counters = {"skipped_steps": self.statistics.skipped_steps, "zero_tensors": self.statistics.zero_tensors}
+        counters = {"skipped_steps": self.skipped_steps, "zero_tensors": self.zero_tensors}
         spec = self.spec.canonical()
         return {"version": STATE_VERSION, "spec": spec, "step": self.step, "counters": counters, "params": params}
 
@@ -2110,9 +1772,9 @@ class FilterHandle:
                 f"grad_filter: the state has version {saved['version']}, this file reads {STATE_VERSION}"
             )
         self.step = saved["step"]
-        self.statistics.skipped_steps = saved["counters"]["skipped_steps"]
-        self.statistics.zero_tensors = saved["counters"]["zero_tensors"]
-        slots = self._all_slots()
+        self.skipped_steps = saved["counters"]["skipped_steps"]
+        self.zero_tensors = saved["counters"]["zero_tensors"]
+        slots = self.slots()
         entries = [*saved["params"], *[None] * (len(slots) - len(saved["params"]))]
         fresh = [slot.name for slot, entry in zip(slots, entries) if not self._import_slot(slot, entry)]
         notes = []
@@ -2145,57 +1807,15 @@ class FilterHandle:
 
     def plan(self) -> list[str]:
         """Give lines for the start of a run: what is filtered how, what passes untouched, what memory it takes."""
-        slots = self._all_slots()
-        by_chain: dict[str, list[Slot]] = {}
-        for slot in slots:
-            by_chain.setdefault(slot.chain.spec.canonical() if slot.chain else "", []).append(slot)
-        policies = {chain.spec.canonical(): chain.policy for chain in self._chains.values()}
-        lines = []
-        for text, members in sorted(by_chain.items(), reverse=True):
-            entries = sum(slot.param.numel() for slot in members)
-            what = f"{len(members)} tensors, {entries} entries"
-            if text:
-                lines.append(f"grad_filter: {text} on {what}; buffers {_megabytes(members)}")
-                lines += policies[text].notes(members, self._optimizer)
-            else:
-                names = ", ".join(slot.name for slot in members[:3]) + (", ..." if len(members) > 3 else "")
-                lines.append(f"grad_filter: {what} pass untouched: {names}")
-        for target in self.spec.targets:
-            if not any(self._means(target.pattern, slot) for slot in slots):
-                lines.append(f"grad_filter: the target {target.pattern} matches no tensor")
-        return lines
-
-    def _means(self, pattern: str, slot: Slot) -> bool:
-        return matches(pattern, slot.tags, slot.context.group, slot.index, slot.param.shape)
+        return self.statistics.plan() if self.statistics else [f"grad_filter: {self.spec.canonical()}"]
 
     def scalars(self) -> dict[str, float]:
         """Give the numbers of the latest logged step under ``grad_filter/``, empty when none is new."""
-        return self.statistics.scalars()
-
-    def metadata(self) -> dict[str, str]:
-        """Give the entries recorded with a trained network."""
-        return self.spec.metadata()
+        return self.statistics.scalars() if self.statistics else {}
 
     def save_pictures(self, folder: Path) -> list[Path]:
-        """Draw what was let through; needs matplotlib, and grad_filter_plots.py beside this file.
-
-        Returns:
-            The PNG files made, none when nothing was measured.
-        """
-        if not self.statistics.columns:
-            return []
-        plots = _load_beside("grad_filter_plots")
-        if plots is None:
-            raise GradFilterError(
-                "grad_filter: pictures need grad_filter_plots.py beside grad_filter.py. Copy it there"
-            )
-        names = {slot.index: slot.name for slot in self._all_slots()}
-        tables = {}
-        for kind in ("kept", "overlap_1", "overlap_2"):
-            steps, rows = self.statistics.table(kind)
-            tables[kind] = steps, {names[index]: row for index, row in rows.items()}
-        ages = [slot.followed.age for slot in self._all_slots() if slot.followed is not None]
-        return plots.save_all(Path(folder), tables, ages, self.step, self.spec.canonical())
+        """Draw what was let through into a folder; give the PNG files made, none when nothing was measured."""
+        return needed("grad_filter_statistics", "drawing").save_pictures(self, Path(folder))
 
     def export(self, path: Path | str, what: Literal["masks", "ages"] = "masks") -> None:
         """Write the last masks (uint8, as mask_file reads them) or the step each entry last passed (int32, -1 never).
@@ -2203,18 +1823,11 @@ class FilterHandle:
         Raises:
             GradFilterError: nothing was followed; ``statistics=full`` does that.
         """
-        from safetensors.torch import save_file
+        needed("grad_filter_statistics", "an export").export(self, Path(path), what)
 
-        followed = [(slot, slot.followed) for slot in self._all_slots() if slot.followed is not None]
-        if not followed:
-            raise GradFilterError("grad_filter: no masks were kept. Add statistics=full to --grad_filter_args")
-        tensors = {
-            slot.tags.name or f"index{slot.index}": kept.age.cpu() if what == "ages" else kept.masks[-1].byte().cpu()
-            for slot, kept in followed
-        }
-        temporary = Path(f"{path}.tmp")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
-        os.replace(temporary, path)
+    def metadata(self) -> dict[str, str]:
+        """Give the entries recorded with a trained network."""
+        return self.spec.metadata()
 
 
 def _largest_entries(gradients: Sequence[Tensor]) -> list[float]:
@@ -2231,18 +1844,6 @@ def _largest_entries(gradients: Sequence[Tensor]) -> list[float]:
         for (place, _), value in zip(members, torch.maximum(-low, high).tolist()):
             largest[place] = value
     return largest
-
-
-def _megabytes(slots: Sequence[Slot]) -> str:
-    total = 0
-    for slot in slots:
-        meta = torch.empty(slot.param.shape, dtype=slot.param.dtype, device="meta")
-        try:
-            kept = [t for own in slot.fresh_buffers(meta).values() for t in own.values()]
-        except (RuntimeError, NotImplementedError):  # a filter of one's own may look at the values
-            return "of unknown size"
-        total += sum(t.numel() * t.element_size() for t in kept)
-    return f"{total / 1e6:.1f} MB"
 
 
 def stand_in(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -2462,97 +2063,7 @@ def _recorded_options(spec: FilterSpec) -> list[str]:
     return [f"grad_filter.{word}" for word in spec.metadata()["ss_grad_filter_args"].split()]
 
 
-# ---------------------------------------------------------------------------------------------------- command line
-
-
-def describe(name: str) -> str:
-    """Give the documentation and the options of a filter or preset."""
-    if name in PRESETS:
-        preset = PRESETS[name]
-        return f"{name}: {preset.summary}\n\n--grad_filter {preset.stages} --grad_filter_args {' '.join(preset.args)}"
-    registered = resolve(name)
-    options = [f"  {key}={_text(item.default)}" for key, item in accepted_options(registered).items()]
-    text = inspect.getdoc(registered.target) or ""
-    return "\n".join(
-        [f"{name} ({registered.kind}): {registered.summary}", "", text, "", "Options:", *(options or ["  none"])]
-    )
-
-
-def check(name: str) -> list[str]:
-    """Try a filter on small tensors and give one line for each promise it breaks.
-
-    Raises:
-        GradFilterError: the filter cannot be found or built.
-    """
-    spec = parse_spec(name, ["min_numel=0"])
-    assert spec is not None, name
-    problems: list[str] = []
-    for shape in ((), (1,), (96,), (8, 16), (4, 4, 3, 3)):
-        for dtype in (torch.float32, torch.bfloat16):
-            label = f"shape {shape}, {str(dtype).removeprefix('torch.')}"
-            try:
-                problems += [f"{label}: {line}" for line in _broken_promises(spec, shape, dtype)]
-            except Exception as error:  # whatever a stranger's filter raises
-                problems.append(f"{label}: {type(error).__name__}: {error}")
-    return problems
-
-
-def _broken_promises(spec: FilterSpec, shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
-    def start(param: Tensor) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD([param], lr=0.1)
-        handle = attach(optimizer, spec)
-        handle.set_context(total_steps=6, timesteps=torch.tensor([1, 500]), losses=torch.ones(2))
-        return optimizer
-
-    def run(resume_at: int | None = None) -> Tensor:
-        generator = torch.Generator().manual_seed(1)
-        param = torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-        optimizer = start(param)
-        for step in range(6):
-            if step == resume_at:
-                saved, optimizer = optimizer.state_dict(), start(param)
-                optimizer.load_state_dict(saved)
-            param.grad = torch.randn(shape, generator=generator).to(dtype)
-            optimizer.step()
-        return param.detach()
-
-    whole = run()
-    lines = []
-    if not torch.isfinite(whole).all():
-        lines.append("weights became NaN or Inf")
-    if not torch.equal(whole, run()):
-        lines.append("two equal runs differ; draw random numbers with random_like(grad, seed, step, index)")
-    if not torch.equal(whole, run(3)):
-        lines.append("a resumed run differs; keep what must last in state, not on self")
-    return lines
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Run ``python -m library.grad_filter list | describe NAME | check FILE.py:Name``."""
-    parser = argparse.ArgumentParser(prog="python -m library.grad_filter", description="look at gradient filters")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="print every filter and preset")
-    for command, text in (("describe", "print what a filter does"), ("check", "try a filter of your own")):
-        commands.add_parser(command, help=text).add_argument("name")
-    options = parser.parse_args(words)
-    try:
-        if options.command == "list":
-            rows = [f"{name:16} {found.kind:14} {found.summary}" for name, found in sorted(known_filters().items())]
-            rows += [f"{name:16} {'preset':14} {preset.summary}" for name, preset in sorted(PRESETS.items())]
-            print("\n".join(rows))
-        elif options.command == "describe":
-            print(describe(options.name))
-        else:
-            problems = check(options.name)
-            print("\n".join(problems) if problems else f"{options.name}: every check passed")
-            return 1 if problems else 0
-    except GradFilterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
     # a filter's own file imports this module by name and must reach this very registry
     sys.modules.setdefault(__spec__.name if __spec__ else Path(__file__).stem, sys.modules[__name__])
-    sys.exit(main())
+    sys.exit(needed("grad_filter_tool", "the command line").main())

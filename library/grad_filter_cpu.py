@@ -1,4 +1,4 @@
-"""Passes over tensors on the CPU with NumPy: the bits of the plain ones in ``grad_filter``, several times faster.
+"""Passes of gradient filters with NumPy, on the CPU: the bits of the plain ones, several times faster.
 
 NumPy selects, compares and counts with vector instructions where torch does one entry at a time. ``grad_filter`` loads
 this file on demand; without it, or without NumPy, nothing but the time changes. Tensors are contiguous and on the CPU;

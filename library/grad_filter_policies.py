@@ -1,4 +1,4 @@
-"""Policies beyond ``zero`` and ``update``: freeze, moments, residual. Loaded by ``grad_filter`` when it is beside it.
+"""Policies of gradient filters beyond ``zero`` and ``update``: freeze, moments, residual; loaded on demand.
 
 What an optimizer keeps is measured, not looked up in a list of names: a copy of it takes two steps with a small tensor
 whose gradient is partly zero, which shows what belongs to an entry, how it starts and how it decays.

@@ -1,4 +1,4 @@
-"""The stages beyond the core ones, and presets under the names people know; loaded by ``grad_filter`` on demand.
+"""Stages of gradient filters beyond the core ones, and presets under the names people know; loaded on demand.
 
 Each class says its formula, what it keeps, and where it comes from. ``grad_filter.py`` works without this file.
 """
@@ -413,6 +413,33 @@ class VarGate(GradFilter):
         return gathered
 
 
+class MicroSteps:
+    """Counts the signs of the batches that are accumulated in one gradient."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a new gradient."""
+        self.count = 0
+        self.signs: Tensor | None = None
+        self._before: Tensor | None = None
+        self._gradient: Tensor | None = None
+
+    @torch.no_grad()
+    def watch(self, param: Tensor) -> None:
+        """Look at a gradient to which a batch was added."""
+        gradient = param.grad
+        assert gradient is not None
+        if gradient is not self._gradient:
+            self.forget()  # a loss scaler left the step out, so nothing said that it ended
+        added = gradient if self._before is None else gradient - self._before
+        signs = added.sign().to(torch.int16)
+        self.signs = signs if self.signs is None else self.signs.add_(signs)
+        self._gradient, self._before = gradient, gradient.clone()
+        self.count += 1
+
+
 @register_filter("micro_agree", summary="pass entries whose sign agrees over the batches accumulated in a gradient")
 class MicroAgree(GradFilter):
     """Pass where |number of positive minus negative micro-steps| / micro-steps >= tau; a single one passes all.
@@ -474,6 +501,60 @@ class Magma(GradFilter):
 
 
 # ----------------------------------------------------------------------------------------------------- transforms
+
+
+@register_filter("sign", summary="replace every entry by its sign")
+class Sign(GradFilter):
+    """Give -1, 0 or 1. No state. Source: signSGD (arXiv:1802.04434); rai_toolbox's SignedGradientOptim."""
+
+    entrywise = True
+
+    def transform(self, grad: Tensor) -> Tensor:
+        return grad.sign()
+
+
+@register_filter("threshold", summary="pass entries whose magnitude reaches a bound")
+class Threshold(GradFilter):
+    """Pass |g| >= value, or |g| >= value * RMS(g) when ``relative``. No state.
+
+    Args:
+        value: the bound, at least 0. relative: in units of the root mean square of the tensor.
+    """
+
+    def __init__(self, value: float = 1.0, relative: bool = True):
+        require(value >= 0.0, "threshold", "value", value, "at least 0", 1.0)
+        self.value, self.relative = value, relative
+
+    def mask(self, grad: Tensor) -> Tensor:
+        return grad.abs() >= (rms(grad) * self.value if self.relative else self.value)
+
+
+@register_filter("random", summary="pass entries, rows or tensors with a fixed probability")
+class Random(GradFilter):
+    """Pass at random, drawn from (seed, step, position of the parameter) and never from a global generator.
+
+    Args:
+        p: probability to pass, in (0, 1]. seed: any whole number. unit: what is drawn: ``entry``, ``row`` (first
+            dimension) or ``tensor``.
+
+    No state. Source: Child-Tuning-F (arXiv:2109.05687); SkipUpdate draws whole tensors.
+    """
+
+    def __init__(self, p: float = 0.1, seed: int = 0, unit: Literal["entry", "row", "tensor"] = "entry"):
+        require(0.0 < p <= 1.0, "random", "p", p, "in (0, 1]", 0.1)
+        self.p, self.seed, self.unit = p, seed, unit
+
+    def mask(self, grad: Tensor, step: int, index: int) -> Tensor:
+        drawn = {
+            "entry": grad,
+            "row": grad.reshape(len(grad) if grad.dim() else 1, -1)[:, :1],
+            "tensor": grad.reshape(-1)[:1],
+        }
+        chosen = random_like(drawn[self.unit], self.seed, step, index) < self.p
+        if self.unit == "entry":
+            return chosen
+        shape = (-1,) + (1,) * (grad.dim() - 1) if self.unit == "row" and grad.dim() else (1,) * grad.dim()
+        return chosen.reshape(shape).expand(grad.shape)
 
 
 @register_filter("soft_threshold", summary="shrink every entry towards zero by a bound")

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from library import grad_filter
-from library.grad_filter import Sign, keep_count, ordered_bits, pass_largest
-from library.grad_filter_stages import Clamp, Norm, Scale
+from library.grad_filter import keep_count, ordered_bits, pass_largest
+from library.grad_filter_stages import Clamp, Norm, Scale, Sign
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from library import grad_filter as gf
+from library import grad_filter_tool
 
 SHAPES = [(96, 5), (4, 3, 5, 5), (200,), (8, 8)]
 
@@ -740,12 +741,12 @@ def custom_file(tmp_path):
 
 @pytest.mark.parametrize("name", ["Slowest", "big", "counted"])
 def test_custom_filters_pass_the_check_and_resume(name, custom_file):
-    assert gf.check(f"{custom_file}:{name}") == []
+    assert grad_filter_tool.check(f"{custom_file}:{name}") == []
 
 
 @pytest.mark.parametrize("name,message", [("Forgetful", "resumed run differs"), ("Wrong", "for a gradient of shape")])
 def test_the_check_finds_broken_promises(name, message, custom_file):
-    assert any(message in line for line in gf.check(f"{custom_file}:{name}"))
+    assert any(message in line for line in grad_filter_tool.check(f"{custom_file}:{name}"))
 
 
 def test_options_of_custom_filters_come_from_their_signature(custom_file):
@@ -902,15 +903,15 @@ def test_unknown_facts_are_refused():
 
 
 def test_list_describe_and_check_print_answers(capsys, custom_file):
-    assert gf.main(["list"]) == 0
+    assert grad_filter_tool.main(["list"]) == 0
     listed = capsys.readouterr().out
     assert all(name in listed for name in gf.FILTERS)
     for name in [*gf.FILTERS, *gf.PRESETS]:
-        assert gf.main(["describe", name]) == 0
+        assert grad_filter_tool.main(["describe", name]) == 0
         assert name in capsys.readouterr().out
-    assert gf.main(["check", f"{custom_file}:Slowest"]) == 0
-    assert gf.main(["check", f"{custom_file}:Forgetful"]) == 1
-    assert gf.main(["describe", "topkk"]) == 2
+    assert grad_filter_tool.main(["check", f"{custom_file}:Slowest"]) == 0
+    assert grad_filter_tool.main(["check", f"{custom_file}:Forgetful"]) == 1
+    assert grad_filter_tool.main(["describe", "topkk"]) == 2
     assert "Did you mean 'topk'" in capsys.readouterr().err
 
 

@@ -60,7 +60,7 @@ def steps_with_masks(params, optimizer, count, before_step=None):
         masks = {}
 
         def note_masks(masks=masks):
-            masks.update({slot.index: slot.mask for slot in handle._all_slots()})
+            masks.update({slot.index: slot.mask for slot in handle.slots()})
             end_steps()
 
         handle._end_steps = note_masks

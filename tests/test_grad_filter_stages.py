@@ -10,6 +10,7 @@ import torch
 
 from library import grad_filter as gf
 from library import grad_filter_stages as stages
+from library import grad_filter_statistics, grad_filter_tool
 
 ALL = sorted(gf.known_filters())
 SHAPES = [(), (1,), (70,), (9, 11), (4, 5, 6), (3, 4, 3, 3)]
@@ -73,7 +74,7 @@ def test_every_filter_gives_the_same_for_gradients_in_another_memory_order(name)
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "mask_file"])
 def test_every_filter_resumes_and_repeats(name):
-    assert gf.check(spec_of(name)) == []
+    assert grad_filter_tool.check(spec_of(name)) == []
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in ("mask_file", "finite")])
@@ -686,7 +687,7 @@ def test_pictures_of_density_overlap_and_age_are_drawn(tmp_path):
 
 
 def test_memory_for_pictures_stays_bounded(monkeypatch):
-    monkeypatch.setattr(gf.Statistics, "COLUMNS", 16)
+    monkeypatch.setattr(grad_filter_statistics.Statistics, "COLUMNS", 16)
     handle, _, _ = followed("random p=0.5", 50)
     steps, rows = handle.statistics.table("kept")
     assert steps == list(range(0, 49, 4)) and len(rows[0]) == len(steps)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "library"
-PARTS = ("batches", "cpu", "policies", "stages")
+PARTS = ("batches", "cpu", "custom", "policies", "scopes", "stages", "statistics", "tool")
 COPIED = ("grad_filter.py", *(f"grad_filter_{part}.py" for part in PARTS))
 MARK = "  # gradient filters"
 IMPORT = "from library import grad_filter"
@@ -32,7 +32,7 @@ DECORATORS = {
     "add_optimizer_arguments": "@grad_filter.with_grad_filter_arguments",
     "get_optimizer": "@grad_filter.with_grad_filter",
 }
-OURS = ("Gradient filter", "``grad_filter``")  # one of them stands in the first line of every file that is copied
+OURS = "gradient filter"  # stands in the first line of every file that is copied, in any case
 
 
 class Refused(Exception):
@@ -125,7 +125,7 @@ def is_ours(path: Path) -> bool:
     """Say whether a file is a copy this tool made."""
     with path.open(encoding="utf-8", errors="replace") as stream:
         first = stream.readline()
-    return any(words in first for words in OURS)
+    return OURS in first.lower()
 
 
 def may_write(path: Path) -> None:
