@@ -1482,6 +1482,7 @@ class FilterHandle:
             "micro_agree": chain.watches_micro_steps,
             "a norm of all gradients": chain.asks_for_norm,
             "clamp of weights": bool(chain.limits_weights),
+            "statistics=full": options.statistics == "full",
         }
         for what in [what for what, applies in reasons.items() if applies]:
             raise GradFilterError(
@@ -1710,9 +1711,8 @@ class FilterHandle:
             self._end_steps()
         ended = time.perf_counter()
         self._time += ended - started
-        if self._measures:
-            self.statistics.finish(self.step - 1, self._time / max(ended - self._last_end, 1e-9))
-        self._measures, self._time, self._last_end = False, 0.0, ended
+        self._measures = False
+        self._close_step(self.step - 1, ended)
 
     def _end_steps(self) -> None:
         slots = [slot for slot in self._slots.values() if slot.chain is not None]
@@ -1731,9 +1731,12 @@ class FilterHandle:
     @torch.no_grad()
     def _filter_in_backward(self, slot: Slot, param: Tensor) -> None:
         """Filter one parameter as soon as its gradient is complete; the trainer's own hook comes after this one."""
-        gradient = param.grad
+        gradient, started = param.grad, time.perf_counter()
         if slot.chain is None or gradient is None:
             return
+        if slot.context.step > self.step:  # the first gradient of a step ends the step before
+            self._close_step(self.step, started)
+            self.step = slot.context.step
         largest = _largest_entries([gradient])[0]
         if not math.isfinite(largest):
             if slot.chain.skips_non_finite:
@@ -1745,8 +1748,17 @@ class FilterHandle:
             work = self._begin(slot, slot.chain)
             work.context.optimizer_step = slot.context.step
             slot.chain.run([work])
+            if self.statistics and slot.context.step % self.spec.chain.options.log_every == 0:
+                self.statistics.add(work)
             work.write_back()
         slot.context.step += 1
+        self._time += time.perf_counter() - started
+
+    def _close_step(self, step: int, ended: float) -> None:
+        """Turn what was measured into the numbers of a step."""
+        if self.statistics:
+            self.statistics.finish(step, self._time / max(ended - self._last_end, 1e-9))
+        self._time, self._last_end = 0.0, ended
 
     # ------------------------------------------------------------------------------------------ saved state
 
@@ -1763,7 +1775,8 @@ class FilterHandle:
         ]
         counters = {"skipped_steps": self.skipped_steps, "zero_tensors": self.zero_tensors}
         spec = self.spec.canonical()
-        return {"version": STATE_VERSION, "spec": spec, "step": self.step, "counters": counters, "params": params}
+        state = {"version": STATE_VERSION, "spec": spec, "step": self.step, "counters": counters, "params": params}
+        return {**state, "statistics": self.statistics.export_state()} if self.statistics else state
 
     def import_state(self, saved: Mapping[str, Any]) -> None:
         """Take over a saved state; what does not fit starts fresh, and one line says so."""
@@ -1777,6 +1790,8 @@ class FilterHandle:
         slots = self.slots()
         entries = [*saved["params"], *[None] * (len(slots) - len(saved["params"]))]
         fresh = [slot.name for slot, entry in zip(slots, entries) if not self._import_slot(slot, entry)]
+        if self.statistics and "statistics" in saved:
+            self.statistics.import_state(saved["statistics"])
         notes = []
         if saved["spec"] != self.spec.canonical():
             notes.append(f"it was written with {saved['spec']!r}, {self.spec.canonical()!r} is in force")

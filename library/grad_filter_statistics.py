@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from .grad_filter import FilterHandle, GradFilterError, Slot, Work, matches, needed
+
+KINDS = ("kept", "overlap_1", "overlap_2")  # of shares that are remembered
 
 
 class Followed:
@@ -34,6 +36,18 @@ class Followed:
     def see(self, mask: Tensor, step: int) -> None:
         self.masks.append(mask.clone())  # a mask may share the memory of its row
         self.age.masked_fill_(mask, step)
+
+    def export_state(self) -> dict[str, Any]:
+        """Give what a state keeps; masks as uint8, newest last."""
+        return {"age": self.age, "masks": [mask.byte() for mask in self.masks]}
+
+    @classmethod
+    def restored(cls, param: Tensor, saved: Mapping[str, Any]) -> Followed:
+        """Make it anew from what a state kept."""
+        followed = cls(param)
+        followed.age.copy_(saved["age"])
+        followed.masks.extend(mask.to(param.device).bool() for mask in saved["masks"])
+        return followed
 
     def overlap(self, steps_ago: int) -> Tensor | None:
         """Give the share of what passes now that also passed then, as a 0-d tensor."""
@@ -152,6 +166,32 @@ class Statistics:
         rows = {i: [float(column.get(i, math.nan)) for _, column in columns] for i in positions}
         return [step for step, _ in columns], rows
 
+    def export_state(self) -> dict[str, Any]:
+        """Give what pictures of a resumed run need: shares float32 (steps, tensors), NaN where nothing was measured."""
+        kinds = {}
+        for kind in KINDS:
+            steps, rows = self.table(kind)
+            if steps:
+                shares = torch.tensor(list(rows.values()), dtype=torch.float32).T.contiguous()
+                kinds[kind] = {"steps": steps, "positions": list(rows), "shares": shares}
+        followed = {slot.index: slot.followed.export_state() for slot in self._handle.slots() if slot.followed}
+        return {"stride": self._stride, "recorded": self._recorded, "kinds": kinds, "followed": followed}
+
+    def import_state(self, saved: Mapping[str, Any]) -> None:
+        """Go on from a saved state; tensors that are not followed any more, or have other shapes, are left out."""
+        self._stride, self._recorded = saved["stride"], saved["recorded"]
+        columns: dict[int, dict[str, dict[int, Tensor]]] = {}
+        for kind, table in saved["kinds"].items():
+            for step, row in zip(table["steps"], table["shares"]):
+                shares = {i: share for i, share in zip(table["positions"], row) if not torch.isnan(share)}
+                columns.setdefault(step, {})[kind] = shares
+        self.columns = sorted(columns.items())
+        for slot in self._handle.slots():
+            kept = saved["followed"].get(slot.index)
+            fits = kept is not None and kept["age"].shape == slot.param.shape
+            wanted = slot.chain is not None and slot.chain.options.statistics == "full"
+            slot.followed = Followed.restored(slot.param, kept) if fits and wanted else None
+
     def plan(self) -> list[str]:
         """Give lines for the start of a run: what is filtered how, what passes untouched, what memory it takes."""
         slots = self._handle.slots()
@@ -189,7 +229,7 @@ def save_pictures(handle: FilterHandle, folder: Path) -> list[Path]:
     plots = needed("grad_filter_plots", "drawing")
     names = {slot.index: slot.name for slot in handle.slots()}
     tables = {}
-    for kind in ("kept", "overlap_1", "overlap_2"):
+    for kind in KINDS:
         steps, rows = handle.statistics.table(kind)
         tables[kind] = steps, {names[index]: row for index, row in rows.items()}
     ages = [slot.followed.age for slot in handle.slots() if slot.followed is not None]

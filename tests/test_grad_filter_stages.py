@@ -698,3 +698,41 @@ def test_the_gallery_says_what_the_filters_say():
 
     written = (REPOSITORY / "docs" / "grad_filter_gallery.md").read_text(encoding="utf-8")
     assert written == filter_gallery(), "run python tools/write_docs.py"
+
+
+def run_of(spec: str, steps: range, saved: dict | None = None) -> torch.optim.Optimizer:
+    """Steps with a gradient of their own each, from a saved state when there is one."""
+    param = torch.nn.Parameter(torch.ones(20, 10))
+    optimizer = torch.optim.AdamW([param], lr=1e-2)
+    gf.attach(optimizer, f"{spec} log_every=1")
+    if saved is not None:
+        optimizer.load_state_dict(saved)
+    for step in steps:
+        param.grad = torch.randn(20, 10, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("spec", ["topk keep=0.2", "topk_change topk_ratio=0.5 statistics=full"])
+def test_pictures_and_ages_of_a_resumed_run_are_those_of_the_unbroken_one(spec, tmp_path):
+    unbroken = run_of(spec, range(8)).state_dict()["grad_filter"]["statistics"]
+    torch.save(run_of(spec, range(5)).state_dict(), tmp_path / "state.pt")
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed = run_of(spec, range(5, 8), saved).state_dict()["grad_filter"]["statistics"]
+    assert unbroken["kinds"]["kept"]["steps"] == list(range(8))
+    torch.testing.assert_close(resumed, unbroken, rtol=0, atol=0)
+    assert bool(unbroken["followed"]) == ("full" in spec)
+
+
+def test_what_passes_inside_the_backward_pass_is_measured_too():
+    params = [torch.nn.Parameter(torch.ones(20, 10)), torch.nn.Parameter(torch.ones(100))]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    handle = gf.attach(optimizer, "topk keep=0.1 log_every=2", in_backward=True)
+    for step in range(5):
+        sum((param * torch.randn_like(param)).sum() for param in params).backward()
+        if step == 3:
+            assert handle.scalars()["grad_filter/kept"] == pytest.approx(0.1)
+    steps, rows = handle.statistics.table("kept")
+    assert steps == [0, 2] and all(share == [pytest.approx(0.1)] * 2 for share in rows.values())
+    with pytest.raises(gf.GradFilterError, match="statistics=full cannot work with --fused_backward_pass"):
+        gf.attach(torch.optim.SGD(params), "topk statistics=full", in_backward=True)
