@@ -119,10 +119,12 @@ class GradFilter:
         nonnegative: no score is ever below zero, which saves a pass over it.
         entrywise: what becomes of an entry depends on that entry of gradient and state alone, every tensor in the state
             has the shape of the gradient and is changed in place. Small tensors are then filtered many at a time.
+        needs_float_buffers: it cannot work with buffers of 8 bits (``state_dtype``).
     """
 
     nonnegative = False
     entrywise = False
+    needs_float_buffers = False
 
     def init_state(self, param: Tensor) -> dict[str, Tensor]:
         """Give the tensors kept for one parameter."""
@@ -557,6 +559,8 @@ class ChainOptions:
             for never.
         min_numel: smaller tensors pass untouched. log_every: steps between statistics. statistics: ``full`` also
             follows single entries (overlap of masks, entries by age, real movement) for 7 bytes an entry.
+        state_dtype: how buffers are kept between steps; fp8 and int8 share a scale for 256 entries. state_device:
+            ``cpu`` keeps them in the computer's memory.
     """
 
     policy: str = "zero"
@@ -575,6 +579,8 @@ class ChainOptions:
     min_numel: int = 64
     log_every: int = 10
     statistics: Literal["basic", "full"] = "basic"
+    state_dtype: Literal["fp32", "bf16", "fp8", "int8"] = "fp32"
+    state_device: Literal["same", "cpu"] = "same"
 
     def __post_init__(self) -> None:
         for key, least in (("warmup", 0), ("ramp", 0), ("every", 1), ("until", 0), ("min_numel", 0), ("log_every", 1)):
@@ -588,6 +594,10 @@ class ChainOptions:
             raise GradFilterError("grad_filter: unit=tensor needs tensors that compete. Add scope=global")
         if self.scope == "row" and self.unit != "entry":
             raise GradFilterError(f"grad_filter: unit={self.unit} cannot compete within a row. Use scope=tensor")
+
+    @property
+    def packs(self) -> bool:
+        return self.state_dtype != "fp32" or self.state_device != "same"
 
     @property
     def limits_tensors(self) -> bool:
@@ -1122,6 +1132,8 @@ class Chain:
         self.skips_non_finite = not guards or guards[0].nan == "skip"
         self.stages = [stage for stage in self.stages if not isinstance(stage.filter, Finite)]
         self.policy = make_policy(options)
+        if options.packs:
+            needed("grad_filter_packing", f"state_dtype={options.state_dtype} state_device={options.state_device}")
         if options.scope in ("group", "global") or options.unit != "entry":
             needed("grad_filter_scopes", f"scope={options.scope} unit={options.unit}")
         self.watches_micro_steps = any(getattr(s.filter, "watches_micro_steps", False) for s in self.stages)
@@ -1143,6 +1155,13 @@ class Chain:
                     f"--grad_filter: {stage.name} behind a selection fills masked entries again. Put it in front"
                 )
             selects = selects or stage.kind != "transform"
+        if self.options.state_dtype in ("fp8", "int8"):
+            for stage in self.stages:
+                if getattr(stage.filter, "needs_float_buffers", False):
+                    raise GradFilterError(
+                        f"{stage.name}: state_dtype={self.options.state_dtype} is too coarse: others would pass. "
+                        f"Use state_dtype=bf16"
+                    )
         if self.options.policy == "residual" and sum(stage.kind != "transform" for stage in self.stages) != 1:
             raise GradFilterError("grad_filter: policy=residual needs exactly one stage that selects. Example: topk")
         if self.options.bias_correction == "entry" and self.options.policy != "freeze":
@@ -1388,6 +1407,7 @@ class Slot:
     memory: dict[str, Tensor] = field(default_factory=dict)
     micro: Any = None  # counts signs of micro-steps
     followed: Any = None  # what statistics keep
+    packed: dict[str, dict[str, Any]] = field(default_factory=dict)
     batch: Any = None  # whose buffers hold those of this slot
 
     @property
@@ -1657,11 +1677,17 @@ class FilterHandle:
             self.statistics.follow(slot, work.mask)
         if self._measures:
             self.statistics.add(work)
-        work.write_back()
+        self._give_back(work)
         work.context.step += 1
         if work.mask is not None and (chain.policy.ends_steps or slot.followed is not None):
             slot.mask, slot.factor = work.mask, work.factor
             chain.policy.before([slot], self.optimizer)
+
+    def _give_back(self, work: Work) -> None:
+        work.write_back()
+        slot = work.slot
+        if slot.chain is not None and slot.chain.options.packs:
+            needed("grad_filter_packing", "state_dtype").pack_slot(slot)
 
     def _unscale(self, slots: Sequence[Slot]) -> bool:
         """Undo what a GradScaler leaves to an optimizer with ``fused=True``; give False at an overflow."""
@@ -1683,6 +1709,8 @@ class FilterHandle:
                 f"{slot.name}=none"
             )
         slot.prepare()
+        if slot.packed:
+            needed("grad_filter_packing", "state_dtype").unpack_slot(slot)
         self._tell(slot)
         return Work(slot, gradient, chain.policy.zeroes_for(slot, self.optimizer))
 
@@ -1750,7 +1778,7 @@ class FilterHandle:
             slot.chain.run([work])
             if self.statistics and slot.context.step % self.spec.chain.options.log_every == 0:
                 self.statistics.add(work)
-            work.write_back()
+            self._give_back(work)
         slot.context.step += 1
         self._time += time.perf_counter() - started
 
@@ -1770,6 +1798,7 @@ class FilterHandle:
                 "shape": list(slot.param.shape),
                 "step": slot.context.step,
                 "buffers": slot.exported(),
+                **({"packed": dict(slot.packed), "state_dtype": slot.chain.options.state_dtype} if slot.packed else {}),
             }
             for slot in self.slots()
         ]
@@ -1802,7 +1831,7 @@ class FilterHandle:
 
     def _import_slot(self, slot: Slot, entry: Mapping[str, Any] | None) -> bool:
         """Take over one parameter; give False when something that is needed does not fit."""
-        slot.buffers, slot.loaded, slot.context.step, slot.batch = {}, {}, 0, None
+        slot.buffers, slot.packed, slot.loaded, slot.context.step, slot.batch = {}, {}, {}, 0, None
         if (
             entry is None
             or entry["shape"] != list(slot.param.shape)
@@ -1813,7 +1842,10 @@ class FilterHandle:
         if slot.chain is None:
             return True
         owners = [*(stage.name for stage in slot.chain.stages), POLICY_BUFFERS]
-        slot.loaded = {k: t for k, t in entry["buffers"].items() if k.rpartition(".")[0] in owners}
+        saved = entry["buffers"]
+        if "packed" in entry:
+            saved = needed("grad_filter_packing", "a state with state_dtype").loaded(entry, slot.param)
+        slot.loaded = {k: t for k, t in saved.items() if k.rpartition(".")[0] in owners}
         found = {key.rpartition(".")[0] for key in slot.loaded}
         needs = {owner for owner, kept in slot.fresh_buffers(torch.zeros([1] * slot.param.dim())).items() if kept}
         return entry["step"] == 0 or needs <= found

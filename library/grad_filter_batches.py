@@ -32,6 +32,7 @@ def takes(chain: Chain) -> bool:
         and options.scope != "row"
         and options.rescale == "none"
         and options.statistics == "basic"
+        and not options.packs
         and not options.limits_tensors
         and not chain.watches_micro_steps
         and all(

@@ -112,6 +112,8 @@ class Stable(GradFilter):
 class _SignalToNoise(GradFilter):
     """Running a = EMA(g) and c = EMA(g^2), both without bias, and rho = a^2 / (c - a^2)."""
 
+    needs_float_buffers = True
+
     def __init__(self, beta: float, source: str, per: str, buckets: int, stage: str):
         check_decay(stage, "beta", beta)
         require(buckets >= 1, stage, "buckets", buckets, "at least 1", 4)
@@ -391,7 +393,7 @@ class VarGate(GradFilter):
     Source: Tsuzuku et al. 2018 (arXiv:1802.06058).
     """
 
-    entrywise = True
+    entrywise = needs_float_buffers = True
 
     def __init__(self, alpha: float = 2.0, zeta: float = 0.999):
         require(alpha > 0.0, "vargate", "alpha", alpha, "above 0", 2.0)

@@ -256,6 +256,16 @@ def export(handle: FilterHandle, path: Path, what: str) -> None:
     os.replace(temporary, path)
 
 
+def _bytes(buffer: Tensor, slot: Slot) -> float:
+    """Give how many bytes an entry of a buffer takes between steps."""
+    assert slot.chain is not None
+    kind = slot.chain.options.state_dtype
+    if kind == "fp32":
+        return buffer.element_size()
+    packing = needed("grad_filter_packing", f"state_dtype={kind}")
+    return packing.BYTES[kind] if packing.packs(buffer, slot.param.numel()) else buffer.element_size()
+
+
 def _megabytes(slots: Sequence[Slot]) -> str:
     total = 0
     for slot in slots:
@@ -264,5 +274,5 @@ def _megabytes(slots: Sequence[Slot]) -> str:
             kept = [t for own in slot.fresh_buffers(meta).values() for t in own.values()]
         except (RuntimeError, NotImplementedError):  # a filter of one's own may look at the values
             return "of unknown size"
-        total += sum(t.numel() * t.element_size() for t in kept)
+        total += sum(t.numel() * _bytes(t, slot) for t in kept)
     return f"{total / 1e6:.1f} MB"

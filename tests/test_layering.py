@@ -42,6 +42,7 @@ APART = {
     "grad_filter_batches",
     "grad_filter_cpu",
     "grad_filter_custom",
+    "grad_filter_packing",
     "grad_filter_scopes",
     "grad_filter_statistics",
     "grad_filter_tool",

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "library"
-PARTS = ("batches", "cpu", "custom", "policies", "scopes", "stages", "statistics", "tool")
+PARTS = ("batches", "cpu", "custom", "packing", "policies", "scopes", "stages", "statistics", "tool")
 COPIED = ("grad_filter.py", *(f"grad_filter_{part}.py" for part in PARTS))
 MARK = "  # gradient filters"
 IMPORT = "from library import grad_filter"
