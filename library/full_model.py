@@ -26,6 +26,8 @@ class FullModel(nn.Module):
         safetensors: kind of weight files in such a folder.
     """
 
+    writes_whole_files = True
+
     def __init__(
         self,
         model: LoadedModel,

@@ -14,6 +14,7 @@ from library.loop import TrainedParts
 from library.losses import first_non_finite
 from library.optimizers import evaluation_weights
 from library.run_plan import RunPlan, Update
+from networks import foreign
 
 
 class RunSaver:
@@ -60,7 +61,7 @@ class RunSaver:
                 finished_at=time.time(),
                 minimum=self.minimum,
             )
-            self._guarded(path, lambda: self.parts.network.save_weights(str(path), self.dtype, content))
+            self._guarded(path, lambda: foreign.save_weights(self.parts.network, path, self.dtype, content))
 
     def write_state(self, folder: Path, update: Update, at_epoch_end: bool) -> None:
         """Write a state folder; every process contributes its random numbers."""

@@ -57,6 +57,7 @@ from library.signals import SIGNALS_TOGETHER_S, StopRequest
 from library.text_cache import cache_text_outputs
 from library.trainer_hooks import TrainerHooks
 from library.validation import Validation, validation_timesteps
+from networks import foreign
 
 log = logging.getLogger(__name__)
 
@@ -329,9 +330,10 @@ class NetworkTrainer(TrainerHooks):
         multipliers = list(args.base_weights_multiplier or ())
         for index, file in enumerate(args.base_weights):
             multiplier = multipliers[index] if index < len(multipliers) else 1.0
-            network, tensors = module.create_network_from_weights(
-                multiplier, file, model.vae, encoders, model.unet, for_inference=True
-            )
+            with foreign.shown_to(args.network_module, encoders, model.unet) as (shown_encoders, shown_unet):
+                network, tensors = module.create_network_from_weights(
+                    multiplier, file, model.vae, shown_encoders, shown_unet, for_inference=True
+                )
             network.merge_to(encoders, model.unet, tensors, dtype, accelerator.device)
             log.info("merged %s into the base model with strength %g", file, multiplier)
 
@@ -343,23 +345,26 @@ class NetworkTrainer(TrainerHooks):
         arguments = parse_strings(args.network_args, "--network_args")
         extra = {"dropout": args.network_dropout, **arguments}
         encoders = _encoders_argument(model)
-        if args.dim_from_weights:
-            network, _ = module.create_network_from_weights(
-                1.0, args.network_weights, model.vae, encoders, model.unet, **extra
-            )
-        else:
-            network = module.create_network(
-                1.0,
-                args.network_dim,
-                args.network_alpha,
-                model.vae,
-                encoders,
-                model.unet,
-                neuron_dropout=args.network_dropout,
-                **extra,
-            )
+        with foreign.shown_to(args.network_module, encoders, model.unet) as (shown_encoders, shown_unet):
+            if args.dim_from_weights:
+                network, _ = module.create_network_from_weights(
+                    1.0, args.network_weights, model.vae, shown_encoders, shown_unet, **extra
+                )
+            else:
+                network = module.create_network(
+                    1.0,
+                    args.network_dim,
+                    args.network_alpha,
+                    model.vae,
+                    shown_encoders,
+                    shown_unet,
+                    neuron_dropout=args.network_dropout,
+                    **extra,
+                )
         if network is None:
             raise OptionError(f"--network_module {args.network_module} made no network. Check --network_args")
+        if args.network_module != foreign.OWN:
+            foreign.use_reference_keys(network, encoders, model.unet)
         if hasattr(network, "prepare_network"):
             network.prepare_network(args)
         if args.scale_weight_norms and not hasattr(network, "apply_max_norm_regularization"):
@@ -368,7 +373,7 @@ class NetworkTrainer(TrainerHooks):
         trains_text_encoder, trains_unet = settings.read_trained_parts(args)
         network.apply_to(encoders, model.unet, trains_text_encoder, trains_unet)
         if args.network_weights:
-            network.load_weights(args.network_weights)
+            foreign.load_weights(network, args.network_weights)
         if precision.gradient_checkpointing:
             network.enable_gradient_checkpointing()
         if precision.full is not None:
@@ -862,10 +867,9 @@ def _parameter_groups(network: Any, rates: dict[str, Any]) -> tuple[list[dict[st
 def _tagged_names(network: Any, groups: Sequence[dict[str, Any]]) -> list[str]:
     """Name every trained tensor, for the gradient filter and for the record of a state, in the optimizer's order."""
     by_id = {id(param): name for name, param in network.named_parameters()}
-    if hasattr(network, "parameter_tags"):
-        for param, name, role, block in network.parameter_tags():
-            by_id[id(param)] = name
-            grad_filter.tag_parameter(param, name, role, block)
+    for param, name, role, block in foreign.parameter_tags(network):
+        by_id[id(param)] = name
+        grad_filter.tag_parameter(param, name, role, block)
     return [by_id[id(param)] for group in groups for param in group["params"]]
 
 

@@ -160,6 +160,7 @@ class LoRANetwork(nn.Module):
     LORA_PREFIX_TEXT_ENCODER = lora_names.PREFIX_TEXT_ENCODER
     LORA_PREFIX_TEXT_ENCODER1 = f"{lora_names.PREFIX_TEXT_ENCODER}1"
     LORA_PREFIX_TEXT_ENCODER2 = f"{lora_names.PREFIX_TEXT_ENCODER}2"
+    writes_whole_files = True
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ LEVELS = [
     {"naming", "buckets", "captions", "config_util", "model_configs", "key_values", "run_plan", "progress"},
     {"metadata", "args_table", "checkpoint_keys", "prompt_weights"},
     {"lora_names", "config_file"},
-    {"lora_blocks"},
+    {"lora_blocks", "foreign"},
     # from here on torch is at hand
     {"processes"},
     {"losses", "noise", "images", "tokenizers", "array_files"},
