@@ -502,6 +502,7 @@ ROWS: tuple[Row, ...] = (
         choices=(None, "float", "fp16", "bf16"),
     ),
     Row("use_safetensors", bool, "old_format", "Old switch: .safetensors instead of .ckpt (sdxl_train)."),
+    Row("save_delta", bool, "delta", "Save models as what changed against the base model (docs/sdxl_train.md)."),
     Row("save_every_n_epochs", int, "training", "Epoch interval of intermediate models."),
     Row("save_every_n_steps", int, "training", "Step interval of intermediate models."),
     Row("save_n_epoch_ratio", int, "training", "At least this many intermediate models; computes save_every_n_epochs."),
@@ -656,11 +657,16 @@ SCRIPTS: dict[str, Script] = {
             "network",
             refused=NO_FUSED_STEP,
         ),
-        Script("sdxl_train", "Train all weights of SDXL.", ("sdxl", "sdxl_full", "full", "old_format"), "checkpoint"),
+        Script(
+            "sdxl_train",
+            "Train all weights of SDXL.",
+            ("sdxl", "sdxl_full", "full", "old_format", "delta"),
+            "checkpoint",
+        ),
         Script(
             "train_db",
             "Train all weights of Stable Diffusion 1.x or 2.x on folders named N_name.",
-            ("regularisation", "dreambooth", "sd_full", "old_format"),
+            ("regularisation", "dreambooth", "sd_full", "old_format", "delta"),
             "checkpoint",
             left_out=("in_json", "dataset_repeats"),
             refused={
@@ -670,7 +676,7 @@ SCRIPTS: dict[str, Script] = {
         Script(
             "fine_tune",
             "Train all weights of Stable Diffusion 1.x or 2.x on images listed in a metadata file.",
-            ("full", "sd_full", "old_format"),
+            ("full", "sd_full", "old_format", "delta"),
             "checkpoint",
             left_out=("reg_data_dir",),
         ),

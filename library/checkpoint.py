@@ -434,6 +434,12 @@ def single_file_tensors(
     return result
 
 
+def single_file_of(model: LoadedModel, kind: str) -> dict[str, Tensor]:
+    """Give the tensors of a model under the keys of a single file, in their dtypes of memory."""
+    texts = [encoder.state_dict() for encoder in model.text_encoders]
+    return single_file_tensors(kind, model.unet.state_dict(), model.vae.state_dict(), texts) | model.carried
+
+
 def save_single_file(
     path: Path,
     model: LoadedModel,
@@ -451,8 +457,7 @@ def save_single_file(
     """
     from safetensors.torch import save_file
 
-    texts = [encoder.state_dict() for encoder in model.text_encoders]
-    tensors = single_file_tensors(kind, model.unet.state_dict(), model.vae.state_dict(), texts) | model.carried
+    tensors = single_file_of(model, kind)
     tensors = {key: value.detach().to("cpu", dtype or value.dtype).contiguous() for key, value in tensors.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
     if path.suffix == ".safetensors":

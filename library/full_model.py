@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from library import checkpoint_keys as keys
-from library.checkpoint import LoadedModel, save_folder, save_single_file
+from library.checkpoint import LoadedModel, save_folder, save_single_file, single_file_of
+from library.delta import Base, save_delta
 
 
 class FullModel(nn.Module):
@@ -24,6 +25,7 @@ class FullModel(nn.Module):
         block_of: block number of a U-Net parameter by its name in files.
         pipeline: called with nothing, gives a Diffusers pipeline over the same modules, for saving as a folder.
         safetensors: kind of weight files in such a folder.
+        base: the base model's tensors, where saves are what changed against them.
     """
 
     writes_whole_files = True
@@ -42,10 +44,12 @@ class FullModel(nn.Module):
         block_of: Callable[[str], int] | None = None,
         pipeline: Callable[[], Any] | None = None,
         safetensors: bool = True,
+        base: Base | None = None,
     ):
         super().__init__()
         self.kind = kind
         self.block_rates, self.block_of = block_rates, block_of
+        self._base = base
         self._model, self._pipeline, self._safetensors = [model], pipeline, safetensors  # a list hides the base model
         self._idle = {id(param) for param in idle}
         several = len(model.text_encoders) > 1
@@ -132,5 +136,8 @@ class FullModel(nn.Module):
             save_folder(path, self._pipeline(), dtype=dtype, safetensors=self._safetensors)
             return
         spec = {key: value for key, value in content.items() if key.startswith("modelspec.")}
+        if self._base is not None:
+            save_delta(path, single_file_of(model, self.kind), self._base, dtype, spec)
+            return
         counts = int(content.get("ss_epoch", 0)), int(content.get("ss_steps", 0))
         save_single_file(path, model, self.kind, dtype=dtype, metadata=spec, counts=counts)

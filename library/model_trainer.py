@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from library import grad_filter, settings
+from library import delta, grad_filter, settings
 from library.accelerator import DTYPES
 from library.args import with_defaults
-from library.checkpoint import LoadedModel
+from library.checkpoint import BASE_MODEL, LoadedModel
 from library.errors import ErrorCollector, OptionError
 from library.full_model import FullModel
 from library.fused_steps import (
@@ -78,7 +78,7 @@ class ModelTrainer(NetworkTrainer):
         errors = ErrorCollector()
         if args.network_train_unet_only and args.network_train_text_encoder_only:
             errors.messages.append("--learning_rate 0 and no trained text encoder leave nothing to train")
-        for check in (self._check_block_rates, _check_fused, _check_text_cache, self._check_target):
+        for check in (self._check_block_rates, _check_fused, _check_text_cache, _check_delta, self._check_target):
             with errors.check():
                 check(args)
         errors.raise_if_any()
@@ -106,6 +106,8 @@ class ModelTrainer(NetworkTrainer):
 
     def model_suffix(self, args: Namespace) -> str:
         """Give the suffix of the format asked for, or of what was loaded."""
+        if args.save_delta:
+            return delta.SUFFIX
         if args.save_model_as:
             return FORMATS[args.save_model_as]
         source = Path(args.pretrained_model_name_or_path or "")
@@ -133,6 +135,7 @@ class ModelTrainer(NetworkTrainer):
             block_of=self.family.block_of,
             pipeline=functools.partial(pipeline_for_saving, self.family, model),
             safetensors=args.save_model_as != "diffusers",
+            base=delta.Base(model.source, BASE_MODEL, self.family.kind(args.v2)) if args.save_delta else None,
         )
         return network, {}
 
@@ -187,6 +190,14 @@ def _check_text_cache(args: Namespace) -> None:
         raise OptionError("--cache_text_encoder_outputs does not go with --train_text_encoder. Leave one of them out")
     if cached and args.weighted_captions:
         raise OptionError("--cache_text_encoder_outputs does not go with --weighted_captions. Leave one of them out")
+
+
+def _check_delta(args: Namespace) -> None:
+    if args.save_delta and args.save_model_as not in (None, "safetensors"):
+        raise OptionError(
+            f"--save_delta does not go with --save_model_as {args.save_model_as}: what changed is a .safetensors file. "
+            f"Leave one of them out"
+        )
 
 
 class SdModelTrainer(ModelTrainer):

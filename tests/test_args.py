@@ -98,7 +98,7 @@ def test_the_adding_functions_make_up_the_parser():
     added = {action.dest: action.default for action in parser._actions}
     whole = {action.dest: action.default for action in options.script_parser("sdxl_train")._actions}
     own = {"learning_rate_te1", "learning_rate_te2", "block_lr", "train_text_encoder", "fused_optimizer_groups"}
-    assert whole.keys() - added.keys() == own | {"diffusers_xformers"}
+    assert whole.keys() - added.keys() == own | {"diffusers_xformers", "save_delta"}
     assert added.items() <= whole.items()
 
 

@@ -25,6 +25,7 @@ LEVELS = [
     {"args", "settings", "optimizers"},
     {"state"},
     {"schedulers", "text_encoding", "dataset", "checkpoint", "accelerator"},
+    {"delta"},
     {"lora", "output", "model_families", "fused_steps", "full_model"},
     {"sampling", "batch_loss"},
     {"loop", "validation"},
