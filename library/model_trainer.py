@@ -25,6 +25,7 @@ from library.fused_steps import (
     unit_of_optimizer,
     units_of_parameters,
 )
+from library.loop import TrainedParts
 from library.model_families import SD, SDXL, pipeline_for_saving
 from library.optimizers import find_optimizer, get_optimizer
 from library.processes import MeansInBackward
@@ -213,13 +214,15 @@ class SdModelTrainer(ModelTrainer):
         rate = args.learning_rate if args.learning_rate_te is None else args.learning_rate_te
         return [rate if wanted else 0.0]
 
-    def check_network(self, args: Namespace) -> None:
-        super().check_network(args)
-        if (args.stop_text_encoder_training or 0) > 0:
-            raise OptionError(
-                "--stop_text_encoder_training: stopping in the middle is not supported. Use -1 to leave the text "
-                "encoder as it is, or leave it out to train it all the time"
-            )
+    def after_update(self, args: Namespace, parts: TrainedParts, step: int) -> None:
+        """Leave the text encoder as it is after step --stop_text_encoder_training, also after a resume behind it."""
+        last = args.stop_text_encoder_training or 0
+        if last <= 0 or step < last or not any(args.text_encoder_lr):
+            return
+        for encoder in parts.text_encoders:
+            if any(param.requires_grad for param in encoder.parameters()):
+                log.info("the text encoder is not trained any more, after step %d", step)
+            encoder.requires_grad_(False)  # without gradients an optimizer leaves values and moments alone
 
 
 class FineTuningTrainer(SdModelTrainer):

@@ -625,6 +625,7 @@ class NetworkTrainer(TrainerHooks):
             stop=stop,
         )
         saver.average = loop.average
+        self.after_update(args, parts, done)
         if done == 0:
             sample(0, 0)
         record = checked.record
@@ -726,6 +727,7 @@ class NetworkTrainer(TrainerHooks):
         norms: dict[str, float],
         of_step: dict[str, float],
     ) -> None:
+        self.after_update(args, parts, update.step)
         logs = self.generate_step_logs(
             args,
             loss,
@@ -738,6 +740,9 @@ class NetworkTrainer(TrainerHooks):
             norms.get("max_key_norm"),
         )
         self.step_logging(accelerator, {**logs, **of_step}, update.step, update.epoch)
+
+    def after_update(self, args: Namespace, parts: TrainedParts, step: int) -> None:
+        """Called after each update, and once before the first with the number of updates that are behind."""
 
     def _report_epoch(self, accelerator: Any, update: Update, mean_loss: float) -> None:
         self.epoch_logging(accelerator, {self.loss_scalars.epoch: mean_loss}, update.step, update.epoch)

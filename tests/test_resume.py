@@ -63,6 +63,41 @@ def test_resumed_run_ends_where_the_unbroken_run_ends(optimizer, accumulation, t
     assert again == sorted(set(later) - earlier)
 
 
+@pytest.mark.parametrize(
+    "optimizer,grad_filter", [("AdamW", "ema,topk_change"), ("Adafactor", None), ("AdamW8bit", None)]
+)
+def test_a_text_encoder_stops_after_its_step_and_a_resume_on_either_side_changes_nothing(
+    optimizer, grad_filter, tiny_sd1_folder, tmp_path
+):
+    options = {
+        "script": "train_db",
+        "pretrained_model_name_or_path": tiny_sd1_folder,
+        "train_data_dir": make_tiles(tmp_path / "data"),
+        "optimizer_type": optimizer,
+        "grad_filter": grad_filter,
+        "stop_text_encoder_training": 2,
+        "save_model_as": "safetensors",
+        "max_train_steps": 4,
+        "save_state": True,
+        "save_every_n_steps": 1,
+        **OPTIMIZER_OPTIONS.get(optimizer, {}),
+    }
+    straight = tmp_path / "straight"
+    train(**options, output_dir=straight)
+    texts = []
+    for name in ("t-step00000001", "t-step00000002", "t-step00000003", "t"):
+        tensors = load_file(straight / f"{name}.safetensors")
+        texts.append({key: value for key, value in tensors.items() if key.startswith("cond_stage_model.")})
+    assert first_difference(texts[0], texts[1]) and first_difference(texts[1], texts[3]) is None
+    assert first_difference(texts[1], texts[2]) is None
+    for step in (1, 2, 3):
+        resumed = tmp_path / f"after-{step}"
+        train(**options, output_dir=resumed, resume=straight / f"t-step{step:08d}-state")
+        assert first_difference(read_state(resumed / "t-state"), read_state(straight / "t-state")) is None
+        weights = [load_file(folder / "t.safetensors") for folder in (resumed, straight)]
+        assert first_difference(*weights) is None
+
+
 def test_the_comparer_notices_one_bit_in_every_kind_of_leaf(tmp_path):
     state = {"t": torch.arange(4.0), "n": {"i": 1, "f": 0.5, "s": "a", "l": [1, [2.0]], "b": True, "none": None}}
     changes = [
