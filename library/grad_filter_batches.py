@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .grad_filter import Chain, Slot, Work, put_back, scratch
+from .grad_filter import Chain, Slot, Work, put_back, row_shape, scratch
 
 SMALL = 1 << 14  # entries of a tensor; larger ones fill the cache alone
 ROWS_TOGETHER = 1 << 18  # entries of a batch of rows, which bounds the memory a batch takes
@@ -29,7 +29,6 @@ def takes(chain: Chain) -> bool:
     options = chain.options
     return (
         options.unit == "entry"
-        and options.scope != "row"
         and options.rescale == "none"
         and options.statistics == "basic"
         and not options.packs
@@ -41,7 +40,7 @@ def takes(chain: Chain) -> bool:
             and stage.selection.ndim is None
             for stage in chain.stages
         )
-        and (options.scope == "tensor" or sum(stage.kind != "transform" for stage in chain.stages) == 1)
+        and (options.scope in ("row", "tensor") or sum(stage.kind != "transform" for stage in chain.stages) == 1)
     )
 
 
@@ -57,18 +56,19 @@ def divide(
     together: list[tuple[list[Slot], int]] = []
     alone: list[Slot] = []
     counts = _counts_steps(chain)
-    if chain.options.scope == "tensor":
+    if chain.options.scope in ("row", "tensor"):
         alike: dict[Any, list[Slot]] = {}
         for slot in members:
-            alike.setdefault((slot.param.numel(), *_kind(slot, counts, zeroes)), []).append(slot)
-        for (size, *_), slots in alike.items():
+            rows = row_shape(slot.param.shape, -1)[0] if chain.options.scope == "row" and slot.param.dim() > 1 else 1
+            alike.setdefault((slot.param.numel(), rows, *_kind(slot, counts, zeroes)), []).append(slot)
+        for (size, rows, *_), slots in alike.items():
             if size > SMALL or len(slots) == 1 or slots[0].gradient.is_sparse:
                 alone += slots
                 continue
             step = max(1, ROWS_TOGETHER // size)
             for start in range(0, len(slots), step):
-                rows = slots[start : start + step]
-                together.append((rows, len(rows)))
+                taken = slots[start : start + step]
+                together.append((taken, rows * len(taken)))
         return together, alone
     for bucket in chain.buckets(members):
         fits = len(bucket) > 1 and sum(slot.param.numel() for slot in bucket) <= ONE_ROW
@@ -81,7 +81,7 @@ def divide(
 
 def _counts_steps(chain: Chain) -> bool:
     """Say whether slots that have made different numbers of steps are treated differently."""
-    jitters = chain.options.scope == "tensor" and any(stage.selection.jitter for stage in chain.stages)
+    jitters = chain.options.scope in ("row", "tensor") and any(stage.selection.jitter for stage in chain.stages)
     return jitters or any(stage.asks_for("step") for stage in chain.stages)
 
 

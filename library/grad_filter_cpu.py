@@ -89,11 +89,14 @@ def at_least(bits: Tensor, thresholds: Tensor, mask: Tensor) -> int:
     Args:
         bits: (rows, size) integers. thresholds: (rows, 1). mask: bool, (rows, size).
     """
-    passing = 0
-    for row, threshold, result in zip(bits.numpy(), thresholds.numpy(), mask.numpy()):
-        for values, piece in _pieces(row, result):
-            np.greater_equal(values, threshold, out=piece)
-            passing += np.count_nonzero(piece)
+    values, limits, result = bits.numpy(), thresholds.numpy(), mask.numpy()
+    rows, size = values.shape
+    passing, step = 0, max(1, CHUNK // size)
+    for row in range(0, rows, step):
+        for start in range(0, size, CHUNK):
+            piece = (slice(row, row + step), slice(start, start + CHUNK))
+            np.greater_equal(values[piece], limits[row : row + step], out=result[piece])
+            passing += np.count_nonzero(result[piece])
     return passing
 
 

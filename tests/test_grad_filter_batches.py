@@ -15,6 +15,8 @@ CHAINS = [
     "topk keep=0.1",
     "topk keep=0.1 jitter=0.5",
     "topk keep=0.1 warmup=2 ramp=4 every=2",
+    "topk keep=0.1 scope=row",
+    "topk_change scope=row policy=update",
     "topk keep=0.1 scope=global",
     "topk keep=0.1 scope=group",
     "topk_change",
@@ -196,7 +198,7 @@ def test_large_tensors_and_other_chains_stay_alone(batches_made):
     for param in big:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    for text in ("topk unit=row", "topk scope=row", "topk ndim=1", "topk rescale=norm", "topk statistics=full",
+    for text in ("topk unit=row", "topk ndim=1", "topk state_dtype=bf16", "topk rescale=norm", "topk statistics=full",
                  "topk scope=global cap=0.5", "random", "norm", "norm,topk"):  # fmt: skip
         run = Run(text, torch.float32)
         run.step(gradients(0, torch.float32, "plain"))
