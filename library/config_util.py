@@ -334,6 +334,21 @@ def _message(spec: type[_Spec], name: str, found: Mapping[str, Any], error: Any,
 # ------------------------------------------------------------------------------------------------ building specs
 
 
+def parse_resolution(value: Any) -> tuple[int, int] | None:
+    """Give (width, height) of what ``--resolution`` holds, None without one.
+
+    Raises:
+        OptionError: it is no one or two numbers.
+    """
+    if not value:
+        return None
+    try:
+        width, height = _parse_resolution(value)
+    except ValueError as error:
+        raise OptionError(f"--resolution {value}: {error}. Example: --resolution 512,512") from error
+    return int(width), int(height)
+
+
 def load_dataset_specs(args: Namespace) -> list[DatasetSpec]:
     """Read what to train on from the parsed options.
 
@@ -432,8 +447,6 @@ def _kind_of(level: _Level, subsets: Sequence[_Level], masked_loss: bool) -> Kin
 def _check_source(subset: SubsetSpec, kind: Kind, level: _Level) -> None:
     if not subset.image_dir and kind is not Kind.FINE_TUNING:
         raise OptionError(f'{level.place}: no image_dir given. Example: image_dir = "data/10_cat"')
-    if subset.cache_info:
-        raise OptionError(f"{level.place}: cache_info is not needed here, folders are read quickly: remove it")
 
 
 def _with_dotted_extension(subset: SubsetSpec, level: _Level) -> SubsetSpec:

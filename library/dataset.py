@@ -22,6 +22,7 @@ from library.buckets import BucketManager, Placement, Size
 from library.captions import CaptionOptions, decode_utf8, find_caption_file, process_caption, read_caption
 from library.config_util import DatasetSpec, Kind, SubsetSpec, list_images
 from library.errors import ErrorCollector, OptionError
+from library.files import write_text
 from library.latent_cache import CachedLatents, CacheRequest, Pixels, load_cached
 from library.signals import leave_signals_to_the_run
 from library.text_cache import TextOutputs, TextRequest, load_text_outputs
@@ -96,12 +97,47 @@ class PlacedImage:
 
 def _read_dreambooth(subset: SubsetSpec) -> list[ImageItem]:
     folder = Path(subset.image_dir or "")
-    paths = list_images(folder)
-    captions = _read_captions(subset, folder, paths)
-    return [
-        ImageItem(path, f"{folder.name}/{path.name}", size, caption, subset)
-        for path, size, caption in zip(paths, images.read_sizes(paths), captions)
-    ]
+    known = _read_info(folder) if subset.cache_info else None
+    if known is None:
+        paths = list_images(folder)
+        known = list(zip(paths, images.read_sizes(paths), _read_captions(subset, folder, paths)))
+        if subset.cache_info:
+            _write_info(folder, known)
+    return [ImageItem(path, f"{folder.name}/{path.name}", size, caption, subset) for path, size, caption in known]
+
+
+FolderInfo = list[tuple[Path, Size, str]]  # path, upright size and raw caption of every image
+INFO_FILE = "metadata_cache.json"
+
+
+def _read_info(folder: Path) -> FolderInfo | None:
+    """Read what ``cache_info`` remembers of a folder, None when there is nothing yet."""
+    file = folder / INFO_FILE
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(decode_utf8(file.read_bytes(), str(file)))
+        known = [
+            (folder / Path(name).name, (int(of["resolution"][0]), int(of["resolution"][1])), str(of["caption"]))
+            for name, of in content.items()
+        ]
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        raise OptionError(f"{file}: cache_info cannot read it ({error}). Remove the file, it is made anew") from None
+    gone = [path.name for path, _, _ in known if not path.is_file()]
+    if gone:
+        raise OptionError(
+            f"{file}: {len(gone)} images in it are not there any more, as {gone[0]}. Remove the file, it is made anew"
+        )
+    log.info("%s: %d images as %s says; the folder was not looked through", folder, len(known), INFO_FILE)
+    return sorted(known)
+
+
+def _write_info(folder: Path, known: FolderInfo) -> None:
+    content = {str(path): {"caption": caption, "resolution": list(size)} for path, size, caption in known}
+    try:
+        write_text(folder / INFO_FILE, json.dumps(content, ensure_ascii=False, indent=2))
+    except OSError as error:
+        log.warning("%s: cache_info cannot be written (%s)", folder, error.strerror or error)
 
 
 def _read_with_masks(subset: SubsetSpec) -> list[ImageItem]:
@@ -530,7 +566,7 @@ class TrainingData(Dataset):
         if array.shape[1::-1] != placed.item.size:
             raise OptionError(
                 f"{placed.item.path}: its header says {placed.item.size}, its pixels are {array.shape[1::-1]}. "
-                f"The file is damaged or changed during the run: replace it"
+                f"The file is damaged or changed: replace it, or remove {INFO_FILE} beside it"
             )
         if placed.item.mask:
             mask = images.resize(images.load_image(placed.item.mask), placed.item.size, subset.resize_interpolation)

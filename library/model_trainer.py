@@ -84,6 +84,14 @@ class ModelTrainer(NetworkTrainer):
                 check(args)
         errors.raise_if_any()
 
+    def assert_extra_args(self, args: Namespace, train_dataset_group: Any, val_dataset_group: Any) -> None:
+        for subset in (subset for spec in train_dataset_group.specs for subset in spec.subsets):
+            if subset.custom_attributes.get("diff_output_preservation"):
+                raise OptionError(
+                    f"{subset.name}: diff_output_preservation keeps what a model does without its LoRA, and there is "
+                    f"none here. Leave it out of custom_attributes"
+                )
+
     def _check_block_rates(self, args: Namespace) -> None:
         self._block_rates(args)
 

@@ -39,6 +39,8 @@ NAMES: dict[str, str | tuple[str, str]] = {
     "BucketManager": "library.buckets",
     "load_image": "library.images",
     "glob_images": OLD,
+    "MinimalDataset": "library.user_dataset",
+    "load_arbitrary_dataset": "library.user_dataset",
     "IMAGE_EXTENSIONS": OLD,
     # noise and loss
     "get_noise_noisy_latents_and_timesteps": OLD,
@@ -76,9 +78,9 @@ STATE = "library.output and library.state write and read states"
 GONE = {
     **dict.fromkeys(
         (
-            *("DatasetGroup", "DreamBoothDataset", "FineTuningDataset", "ControlNetDataset", "MinimalDataset"),
+            *("DatasetGroup", "DreamBoothDataset", "FineTuningDataset", "ControlNetDataset"),
             *("DreamBoothSubset", "FineTuningSubset", "ControlNetSubset", "ImageInfo", "collator_class"),
-            *("debug_dataset", "load_arbitrary_dataset", "split_train_val", "trim_and_resize_if_required"),
+            *("debug_dataset", "split_train_val", "trim_and_resize_if_required"),
         ),
         DATA,
     ),

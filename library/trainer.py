@@ -29,8 +29,8 @@ from library.accelerator import (
 from library.args import check_options, with_defaults
 from library.batch_loss import BatchResult
 from library.checkpoint import LoadedModel, find_model
-from library.config_util import DatasetSpec, load_dataset_specs
-from library.dataset import TrainingData, check_images, dataset_metadata
+from library.dataset import TrainingData, check_images
+from library.dataset_view import show_dataset
 from library.errors import ErrorCollector, OptionError
 from library.fused_steps import FusedSteps
 from library.key_values import as_items, parse_strings
@@ -49,6 +49,7 @@ from library.processes import (
     processes_of_launcher,
     same_weights,
 )
+from library.run_data import described_data, find_data
 from library.run_plan import RunPlan, Update, initial_step
 from library.run_saver import RunSaver
 from library.sampling import SamplePrompt, generate_samples, load_prompts
@@ -56,6 +57,7 @@ from library.schedulers import check_scheduler, get_scheduler_fix, move_schedule
 from library.signals import SIGNALS_TOGETHER_S, StopRequest
 from library.text_cache import cache_text_outputs
 from library.trainer_hooks import TrainerHooks
+from library.user_dataset import UserData
 from library.validation import Validation, validation_timesteps
 from networks import foreign
 
@@ -69,14 +71,14 @@ class Checked:
     """What the first look at options and files gave, before anything heavy is loaded."""
 
     model_path: Path
-    data: TrainingData
+    data: TrainingData | UserData
     validation: TrainingData | None
     prompts: list[SamplePrompt]
     resume: Path | None
     record: state.StateRecord | None
     seed: int
 
-    def data_sets(self) -> list[TrainingData]:
+    def data_sets(self) -> list[Any]:
         """Give what is trained on, and what is validated with where there is such a part."""
         return [self.data] + ([self.validation] if self.validation else [])
 
@@ -119,6 +121,9 @@ class NetworkTrainer(TrainerHooks):
     def _train(self, args: Namespace) -> None:
         started_at = time.time()
         checked = self._check(args)
+        if args.debug_dataset:
+            show_dataset(checked.data, Path(args.output_dir) / f"{args.output_name or 'last'}-debug_dataset")
+            return
         precision = settings.read_precision(args)
         logs = _log_settings(args, self.tracker_name)
         accelerator = build_accelerator(
@@ -178,9 +183,7 @@ class NetworkTrainer(TrainerHooks):
             batches_per_epoch=plan.batches,
             seed=checked.seed,
             network_args=network_args,
-            dataset=dataset_metadata(
-                checked.data, checked.validation, bool(args.dataset_config), plan.processes * plan.accumulation
-            ),
+            dataset=described_data(args, checked.data, checked.validation, plan.processes * plan.accumulation),
             grad_filter=handle.metadata() if (handle := grad_filter.handle_of(parts.raw_optimizer)) else {},
         )
         self._run(args, accelerator, plan, checked, model, parts, precision, logs, facts, done)
@@ -258,7 +261,7 @@ class NetworkTrainer(TrainerHooks):
                 )
         found["seed"] = _choose_seed(args.seed, found["record"])
         with errors.check():
-            found["data"], found["validation"] = self._find_data(args, found["seed"])
+            found["data"], found["validation"] = find_data(args, found["seed"], self.family.bucket_divisor)
             check_images([data for data in (found["data"], found["validation"]) if data])
             if args.cache_latents or args.cache_latents_to_disk:
                 found["data"].check_cacheable()
@@ -268,17 +271,11 @@ class NetworkTrainer(TrainerHooks):
         errors.raise_if_any()
         return Checked(**found)
 
-    def _find_data(self, args: Namespace, seed: int) -> tuple[TrainingData, TrainingData | None]:
-        specs = load_dataset_specs(args)
-        _refuse_output_preservation(specs)
-        data = TrainingData(specs, seed=seed, bucket_divisor=self.family.bucket_divisor)
-        return data, _validation_data(args, specs, seed, self.family.bucket_divisor)
-
     def _agreed(self, args: Namespace, checked: Checked) -> Checked:
         """Give every process the seed of process 0, where no option says one, and see that they found the same."""
         seed = from_main_process(checked.seed)
         if seed != checked.seed:
-            data, validation = self._find_data(args, seed)
+            data, validation = find_data(args, seed, self.family.bucket_divisor)
             checked = replace(checked, seed=seed, data=data, validation=validation)
         resumed = checked.record.current_step if checked.record else "none"
         agree_on_facts({"the step of the resumed state": resumed, "the number of batches": len(checked.data)})
@@ -802,29 +799,6 @@ def _draw_filter_pictures(handle: grad_filter.FilterHandle, folder: Path) -> Non
             log.info("picture of the gradient filter: %s", picture)
     except Exception as error:  # everything that matters is saved by now
         log.warning("no picture of the gradient filter: %s: %s", type(error).__name__, error)
-
-
-def _validation_data(
-    args: Namespace, specs: Sequence[DatasetSpec], seed: int, bucket_divisor: int
-) -> TrainingData | None:
-    data = None
-    if any(spec.validation_split for spec in specs):
-        data = TrainingData(specs, seed=seed, bucket_divisor=bucket_divisor, validation=True)
-    if data is not None and not len(data):
-        log.warning("--validation_split: the part is too small for one image, there is no validation")
-        data = None
-    if data is None and (args.validate_every_n_steps or args.validate_every_n_epochs):
-        log.warning("there are no images to validate with. Example: --validation_split 0.1")
-    return data
-
-
-def _refuse_output_preservation(specs: Sequence[DatasetSpec]) -> None:
-    for spec in specs:
-        for subset in spec.subsets:
-            if subset.custom_attributes.get("diff_output_preservation"):
-                raise OptionError(
-                    f"{subset.name}: diff_output_preservation in custom_attributes is not supported yet. Leave it out"
-                )
 
 
 def _check_optimizer(args: Namespace, errors: ErrorCollector) -> None:

@@ -284,7 +284,23 @@ class TrainerHooks:
             prediction = self.call_unet(
                 args, accelerator, unet, noisy, disturbed.timesteps, text_encoder_conds, batch, weight_dtype
             )
-        return prediction, disturbed.target, disturbed.timesteps, None
+        target = disturbed.target
+        preserved = [
+            place for place, has in enumerate(batch["custom_attributes"]) if has.get("diff_output_preservation")
+        ]
+        if preserved:
+            target = target.clone()
+            network.set_multiplier(0.0)
+            try:
+                with torch.no_grad(), accelerator.autocast():
+                    own = self.call_unet(
+                        *(args, accelerator, unet, noisy, disturbed.timesteps, text_encoder_conds, batch, weight_dtype),
+                        indices=preserved,
+                    )
+            finally:
+                network.set_multiplier(1.0)
+            target[preserved] = own.to(target.dtype)
+        return prediction, target, disturbed.timesteps, None
 
     def post_process_loss(self, loss: Tensor, args: Namespace, timesteps: Tensor, noise_scheduler: Any) -> Tensor:
         """Weight the loss of each sample, (B,)."""

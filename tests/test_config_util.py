@@ -46,6 +46,7 @@ GIVEN = {  # a value of each kind of option that differs from its default, as a 
     "custom_attributes": {"a": 1},
     "is_reg": True,
     "alpha_mask": True,
+    "cache_info": True,
     "resolution": [128, 64],
     "batch_size": 4,
     "enable_bucket": True,
@@ -58,7 +59,7 @@ GIVEN = {  # a value of each kind of option that differs from its default, as a 
     "network_multiplier": 0.5,
 }
 NOT_FOR_FOLDERS = {"metadata_file", "conditioning_data_dir"}
-HANDLED_APART = {"image_dir", "cache_info", "prior_loss_weight"}
+HANDLED_APART = {"image_dir", "prior_loss_weight"}
 
 
 @pytest.fixture
@@ -145,7 +146,6 @@ def test_command_line_names_that_differ(folder, tmp_path):
         ({"subset": {"caption_dropout_rate": 2}}, "caption_dropout_rate = 2: .*less than or equal to 1"),
         ({"subset": {"face_crop_aug_range": [2, 1]}}, "the smaller one first"),
         ({"subset": {"resize_interpolation": "linaer"}}, "Did you mean 'linear'"),
-        ({"subset": {"cache_info": True}}, "cache_info is not needed here"),
         ({"dataset": {"resolution": "512x512"}}, "resolution = '512x512': a resolution is one or two whole numbers"),
         ({"dataset": {"resolution": "512,"}}, "a resolution is one or two whole numbers"),
         ({"dataset": {"resolution": 0}}, "resolution = 0: .*greater than 0"),

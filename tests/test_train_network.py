@@ -205,18 +205,6 @@ def test_a_data_set_file_buckets_and_uncached_images(options, tmp_path):
     assert "ss_datasets" in metadata_of(tmp_path / "out" / "t.safetensors")
 
 
-def test_output_preservation_is_refused_not_ignored(options, tmp_path):
-    config = tmp_path / "data.toml"
-    config.write_text(
-        f"[[datasets]]\nresolution = 64\n[[datasets.subsets]]\n"
-        f"image_dir = '{options['train_data_dir'] / '2_sks cat'}'\ncaption_extension = '.txt'\n"
-        f"custom_attributes = {{ diff_output_preservation = true }}\n",
-        encoding="utf-8",
-    )
-    with pytest.raises(OptionError, match="diff_output_preservation"):
-        train(**{**options, "train_data_dir": None}, dataset_config=config)
-
-
 def test_masked_loss_masks(options, tmp_path):
     for image in (options["train_data_dir"] / "2_sks cat").glob("*.png"):
         target = tmp_path / "d" / "1_x"
