@@ -1,39 +1,21 @@
-"""Device, precision and trackers: what accelerate is asked for, and how scalars leave the run."""
+"""Device and precision: what accelerate is asked for."""
 
 from __future__ import annotations
 
 import datetime
 import logging
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from library.errors import OptionError
 from library.processes import processes_of_launcher
+from library.trackers import LogSettings
 
 log = logging.getLogger(__name__)
 
 DDP_TIMEOUT_MIN = 30  # of --ddp_timeout, the same for every kind of device
 DTYPES = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class LogSettings:
-    """Where scalars go.
-
-    Attributes:
-        folder: parent of the run's log folder, None switches logging off. prefix: put before the time stamp.
-        tracker_name: last folder level and name shown by the tracker. config: arguments to log, or None.
-        tracker_arguments: keyword arguments for the tracker's start, by tracker name.
-    """
-
-    folder: Path | None
-    prefix: str = ""
-    tracker_name: str = "network_train"
-    config: dict[str, Any] | None = None
-    tracker_arguments: dict[str, Any] | None = None
 
 
 def check_precision(mixed_precision: str, full_precision: str | None) -> None:
@@ -88,7 +70,7 @@ def build_accelerator(
         run_folder = logs.folder / f"{logs.prefix}{datetime.datetime.now():%Y%m%d%H%M%S}"
     accelerator = Accelerator(
         mixed_precision=mixed_precision,
-        log_with="tensorboard" if logs.folder is not None else None,
+        log_with=list(logs.trackers) or None,
         project_dir=run_folder,
         kwargs_handlers=handlers,
         cpu=started > 1 and not _has_gpu(),
@@ -116,46 +98,3 @@ def allow_half_gradients(accelerator: Any) -> None:
         return unscale(optimizer, inv_scale, found_inf, True)
 
     scaler._unscale_grads_ = unscale_half_too
-
-
-class ScalarLog:
-    """Scalars on their way to the trackers; a tracker that fails is switched off, the run goes on.
-
-    Args:
-        accelerator: holds the trackers. logs: where to.
-    """
-
-    def __init__(self, accelerator: Any, logs: LogSettings):
-        self._accelerator = accelerator
-        self._on = logs.folder is not None
-        if self._on:
-            config = {
-                key: value for key, value in (logs.config or {}).items() if isinstance(value, (int, float, str, bool))
-            }
-            self._guarded(
-                lambda: accelerator.init_trackers(
-                    logs.tracker_name, config=config or None, init_kwargs=logs.tracker_arguments or {}
-                )
-            )
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder of this run's log files, None when logging is off."""
-        return Path(self._accelerator.project_dir) if self._on else None
-
-    def write(self, scalars: dict[str, float], step: int) -> None:
-        """Send scalars for position ``step`` of their x-axis."""
-        if self._on and scalars:
-            self._guarded(lambda: self._accelerator.log(scalars, step=step))
-
-    def close(self) -> None:
-        """Flush and close the trackers."""
-        if self._on:
-            self._guarded(self._accelerator.end_training)
-
-    def _guarded(self, action: Any) -> None:
-        try:
-            action()
-        except Exception as error:  # a tracker may raise anything; it must not end a run
-            self._on = False
-            log.warning("logging is switched off for the rest of the run: %s: %s", type(error).__name__, error)

@@ -272,10 +272,6 @@ def check_combinations(args: Namespace) -> None:
         errors.messages.append("--dim_from_weights needs --network_weights. Give the file whose ranks are meant")
     if args.persistent_data_loader_workers and args.max_data_loader_n_workers == 0:
         log.info("--persistent_data_loader_workers has no effect with 0 workers")
-    if args.log_with in ("wandb", "all"):
-        errors.messages.append("--log_with wandb is not supported yet. Use --log_with tensorboard")
-    if args.log_with and not args.logging_dir:
-        errors.messages.append("--log_with needs --logging_dir. Example: --logging_dir logs")
     errors.raise_if_any()
 
 

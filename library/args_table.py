@@ -54,8 +54,6 @@ REFUSED: dict[str, str] = {
     "fp8_base_unet": f"{NOT_YET}. Use --mixed_precision bf16",
     "cpu_offload_checkpointing": "the U-Net of Stable Diffusion cannot do it. Use --gradient_checkpointing alone",
     "conditioning_data_dir": "mask folders are given per subset. Write conditioning_data_dir into --dataset_config",
-    "log_tracker_config": f"{NOT_YET}. Leave it out",
-    "wandb_api_key": "only TensorBoard is supported yet. Use --log_with tensorboard",
     "huggingface_repo_id": "uploading is not supported yet. Upload the finished file yourself",
     "huggingface_repo_type": "uploading is not supported yet. Upload the finished file yourself",
     "huggingface_path_in_repo": "uploading is not supported yet. Upload the finished file yourself",

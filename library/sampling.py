@@ -208,6 +208,7 @@ def generate_samples(
     target: Callable[[int, int | None], Path],
     device: torch.device,
     embed: Callable[[str, str], Mapping[str, Any]],
+    show: Callable[[int, Path, str], None] | None = None,
 ) -> None:
     """Draw one image for each prompt; a failure is a warning.
 
@@ -215,6 +216,7 @@ def generate_samples(
         prompts: what to draw. build_pipeline: called with a scheduler, gives a Diffusers pipeline.
         modules: whose train mode is restored. sampler: default name. target: path from (index, seed).
         device: of the generator. embed: called with prompt and negative prompt, gives the arguments for them.
+        show: called with (index, path, prompt) of each image.
     """
     with undisturbed(modules):
         for module in modules:
@@ -224,6 +226,8 @@ def generate_samples(
                 pipeline = _pipeline_with(build_pipeline, prompt.sample_sampler or sampler, v_parameterization)
                 path = _draw(pipeline, prompt, index, target, device, embed)
                 log.info("sample image saved: %s", path)
+                if show is not None:
+                    show(index, path, prompt.prompt)
             except Exception as error:  # anything may go wrong in a pipeline; training is what counts
                 log.warning("sample image %d is left out: %s: %s", index, type(error).__name__, str(error)[:200])
 

@@ -20,8 +20,6 @@ from library import grad_filter, metadata, settings, state
 from library.accelerator import (
     DDP_TIMEOUT_MIN,
     DTYPES,
-    LogSettings,
-    ScalarLog,
     allow_half_gradients,
     build_accelerator,
     check_precision,
@@ -56,6 +54,7 @@ from library.sampling import SamplePrompt, generate_samples, load_prompts
 from library.schedulers import check_scheduler, get_scheduler_fix, move_schedule, put_schedule_in_force
 from library.signals import SIGNALS_TOGETHER_S, StopRequest
 from library.text_cache import cache_text_outputs
+from library.trackers import LogSettings, ScalarLog, read_log_settings
 from library.trainer_hooks import TrainerHooks
 from library.user_dataset import UserData
 from library.validation import Validation, validation_timesteps
@@ -125,7 +124,7 @@ class NetworkTrainer(TrainerHooks):
             show_dataset(checked.data, Path(args.output_dir) / f"{args.output_name or 'last'}-debug_dataset")
             return
         precision = settings.read_precision(args)
-        logs = _log_settings(args, self.tracker_name)
+        logs = read_log_settings(args, self.tracker_name)
         accelerator = build_accelerator(
             precision.mixed,
             logs,
@@ -239,6 +238,8 @@ class NetworkTrainer(TrainerHooks):
         errors = ErrorCollector()
         precision = settings.read_precision(args)
         found: dict[str, Any] = {"prompts": [], "resume": None, "record": None, "validation": None}
+        with errors.check():
+            read_log_settings(args, self.tracker_name)
         with errors.check():
             check_precision(precision.mixed, precision.full)
         with errors.check():
@@ -578,6 +579,7 @@ class NetworkTrainer(TrainerHooks):
                     lambda index, seed: names.sample(index, epoch, step, seed),
                     accelerator.device,
                     functools.partial(self.family.embed, model, args.max_token_length, args.clip_skip),
+                    self._scalars.show_sample if self._scalars else None,
                 )
 
         self._draw, self._scalars = draw, ScalarLog(accelerator, logs)
@@ -753,29 +755,6 @@ class SdxlNetworkTrainer(NetworkTrainer):
 
 
 # --------------------------------------------------------------------------------------------------------- helpers
-
-
-def _log_settings(args: Namespace, tracker_name: str) -> LogSettings:
-    hidden = (
-        "api_key",
-        "token",
-        "_dir",
-        "_path",
-        "pretrained",
-        "vae",
-        "weights",
-        "file",
-        "resume",
-        "prompts",
-        "in_json",
-    )
-    config = {k: v for k, v in vars(args).items() if not any(word in k for word in hidden)} if args.log_config else None
-    return LogSettings(
-        folder=Path(args.logging_dir) if args.logging_dir else None,
-        prefix=args.log_prefix or "",
-        tracker_name=args.log_tracker_name or tracker_name,
-        config=config,
-    )
 
 
 def _seed_everything(seed: int) -> None:

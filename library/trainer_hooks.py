@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from library import metadata, settings
-from library.accelerator import ScalarLog
 from library.batch_loss import BatchResult, finite_latents, sample_losses, schedule_of
 from library.checkpoint import LoadedModel, find_model
 from library.errors import OptionError
@@ -30,6 +29,7 @@ from library.noise import disturb, noise_schedule
 from library.optimizers import logged_rates, step_size_estimates
 from library.processes import mean_gradients
 from library.run_plan import Update
+from library.trackers import ScalarLog
 from library.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -498,4 +498,5 @@ class TrainerHooks:
     ) -> None:
         """Write scalars at ``step_value`` of their x-axis."""
         if self._scalars is not None:
-            self._scalars.write(logs, step_value)
+            row = {"global_step": global_step, "epoch": epoch, **({} if val_step is None else {"val_step": val_step})}
+            self._scalars.write(logs, step_value, row)

@@ -224,7 +224,6 @@ def test_options_beside_a_refused_one_are_known():
         ({"output_name": "../x"}, "output_name"),
         ({"network_weights": "none.safetensors"}, "network_weights"),
         ({"dim_from_weights": True}, "network_weights"),
-        ({"log_with": "wandb"}, "tensorboard"),
     ],
 )
 def test_wrong_combinations_are_refused(changed, match):
