@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo demo-sdxl test test-slow torture fuzz mutate test-upstream test-oldest test-newest bench bench-filters bench-memory lint types
+.PHONY: help demo demo-sdxl test test-slow torture kills chains fuzz mutate test-upstream test-oldest test-newest bench bench-filters bench-memory lint types
 .PHONY: format docs clean
 
 help:
@@ -13,7 +13,8 @@ help:
 	@echo "make test       every test"
 	@echo "make test-slow  the long sets, of which 'make test' runs a sample"
 	@echo "make test-oldest, make test-newest   every test with the oldest and the newest versions that front-ends install"
-	@echo "make torture    stops, full disks and damage at every place of a save; make fuzz: ten times the generated inputs"
+	@echo "make torture    stops, full disks, loss of power and damage at every place of a save; make kills: 300 kills"
+	@echo "make fuzz       ten times the generated inputs"
 	@echo "make bench      what a filter costs in a training step, as ratios"
 	@echo "make bench-filters  what filters cost beside an optimizer's step; FULL=1 for full sizes"
 	@echo "make bench-memory  what steps inside the backward pass save"
@@ -76,6 +77,14 @@ test-oldest test-newest: test-%: build/%/.ready
 
 torture: $(READY)
 	$(RUN) -m pytest -q -p no:xdist -m torture tests/test_torture.py
+
+# 300 kills of runs that are then resumed, in an hour and a half on two cores
+kills: $(READY)
+	KILLED_RUNS=75 $(RUN) -m pytest -q -p no:xdist -m slow tests/test_kill.py
+
+# 200 runs with random options, each stopped 2 to 5 times
+chains: $(READY)
+	CHAINS=200 $(RUN) -m pytest -q -n 2 -m slow tests/test_chains.py
 
 fuzz: $(READY)
 	FUZZ=10 $(RUN) -m pytest -q -n 2 tests/test_fuzz.py

@@ -11,7 +11,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ def write_json(target: Path, content: Any) -> None:
     write_text(target, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-@contextmanager
+@contextlib.contextmanager
 def new_folder(target: Path, size: int = 0) -> Iterator[Path]:
     """Fill a temporary folder; when the block ends well it becomes ``target``, replacing an older one.
 
@@ -153,6 +152,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     except OSError:
         rename(older, target)
         raise
+    flush_to_disk(target.parent)  # or a loss of power could leave the older folder's name with nothing in it
     shutil.rmtree(older, ignore_errors=True)
 
 
@@ -170,4 +170,5 @@ def remove_folder(target: Path) -> None:
     """Remove a folder so that a kill in between never leaves half of it under its name."""
     doomed = _hidden_beside(target, TEMPORARY_MARK)
     rename(target, doomed)
+    flush_to_disk(target.parent)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,17 +144,21 @@ class TrainingLoop:
         self.progress = Progress(self.plan.max_steps, done, self.accelerator.is_main_process)
         if epoch_end_due:
             self._end_epoch(self.plan.update(done))
-        self.batches = self._batches(done)
-        for epoch in range(self.plan.epoch_after(done), self.plan.epochs + 1):
-            self.progress.epoch(epoch, self.plan.epochs)
-            self.parts.network.on_epoch_start(self.parts.text_encoders, self.parts.unet)
-            for step in self.plan.steps_of_epoch(epoch, after_step=done):
-                self._one_update(self.plan.update(step))
-                if step < self.plan.max_steps:
-                    self._stop_if_asked(self.plan.update(step))
+        # closed however the run ends: loader processes ignore signals, and would be waited for without end
+        with contextlib.closing(self._batches(done)) as self.batches:
+            for epoch in range(self.plan.epoch_after(done), self.plan.epochs + 1):
+                self._one_epoch(epoch, done)
         self.progress.close()
         self.movement.report()
         return self.plan.update(self.plan.max_steps)
+
+    def _one_epoch(self, epoch: int, done: int) -> None:
+        self.progress.epoch(epoch, self.plan.epochs)
+        self.parts.network.on_epoch_start(self.parts.text_encoders, self.parts.unet)
+        for step in self.plan.steps_of_epoch(epoch, after_step=done):
+            self._one_update(self.plan.update(step))
+            if step < self.plan.max_steps:
+                self._stop_if_asked(self.plan.update(step))
 
     # ------------------------------------------------------------------------------------------------------- data
 
@@ -167,7 +171,7 @@ class TrainingLoop:
             for position in range(update.first_batch, update.last_batch):
                 yield BatchKey(epoch, step - 1, mine[position])
 
-    def _batches(self, done: int) -> Iterator[dict[str, Any]]:
+    def _batches(self, done: int) -> Generator[dict[str, Any], None, None]:
         epochs = range(self.plan.epoch_after(done), self.plan.epochs + 1)
         keys_of_epochs = (self._keys(epoch, done) for epoch in epochs)
         if self.settings.persistent_workers:  # one loader for the whole run keeps its processes

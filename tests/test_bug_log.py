@@ -145,7 +145,7 @@ def test_B63_lengths_below_one_are_refused(name, value, options, tmp_path):
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("limit", [1e-4, 1e4, 0])
 @pytest.mark.parametrize("chosen", [None, "probe"])
-def test_B66_the_norm_is_limited_once_for_the_whole_update(accumulation, limit, chosen, options, monkeypatch):
+def test_B66_the_norm_is_limited_once_for_the_whole_update(accumulation, limit, chosen, options, monkeypatch, request):
     true, seen, squares = [], [], []
     apply = TrainingLoop._apply_gradients
 
@@ -153,7 +153,8 @@ def test_B66_the_norm_is_limited_once_for_the_whole_update(accumulation, limit, 
         squares[-1] += float(grad.square().sum())
         return torch.zeros_like(grad)
 
-    monkeypatch.setitem(grad_filter.FILTERS, "probe", grad_filter._registered(probe, "probe", kind="transform"))
+    grad_filter.register_filter("probe", kind="transform")(probe)
+    request.addfinalizer(lambda: grad_filter.FILTERS.pop("probe"))
 
     def norm_of(params):
         return float(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in params if p.grad is not None])))

@@ -210,3 +210,38 @@ def test_B19_a_disk_that_is_really_full_keeps_what_it_has(kind, known, small_dis
     assert raised.value.errno == 28
     assert [path.read_bytes() for path in small_disk.rglob("*") if path.is_file()] == [small]
     save(small)
+
+
+def test_room_for_a_whole_folder_is_looked_for_before_it_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**21, 2**20, 2**20))
+    with (
+        pytest.raises(OSError, match=r"3\.0 MiB are needed, 1\.0 MiB are free"),
+        files.new_folder(tmp_path / "a" / "t-state", 3 * 2**20),
+    ):
+        pytest.fail("the block was run")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_older_one_and_says_so(tmp_path, monkeypatch):
+    with files.new_folder(tmp_path / "t-state") as inside:
+        (inside / "a").write_text("old")
+    real, calls = files.rename, []
+
+    def second_fails(source, target):
+        calls.append(target)
+        if len(calls) == 2:
+            raise PermissionError(13, "held by another program")
+        real(source, target)
+
+    monkeypatch.setattr(files, "rename", second_fails)
+    with pytest.raises(PermissionError), files.new_folder(tmp_path / "t-state") as inside:
+        (inside / "a").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["t-state"]
+    assert (tmp_path / "t-state" / "a").read_text() == "old"
+
+
+def test_remove_folder_leaves_nothing(tmp_path):
+    (tmp_path / "t-state").mkdir()
+    (tmp_path / "t-state" / "a").write_text("x")
+    files.remove_folder(tmp_path / "t-state")
+    assert not list(tmp_path.iterdir())

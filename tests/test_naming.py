@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from library.errors import OptionError
-from library.naming import OutputNames, check_output_name, epoch_to_remove, step_to_remove
+from library.naming import OutputNames, check_output_name, check_writable, epoch_to_remove, step_to_remove
 from library.output import RunOutput
 from library.run_plan import RunPlan
 from library.settings import SaveSettings
@@ -31,15 +32,36 @@ def test_the_example_of_the_specification():
     assert step_to_remove(10, 10, 30) is None and step_to_remove(50, 10, None) is None
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", "a\\b", "..", "con", "LPT1.x", "a\0", "x.", " x", "x" * 300, "a\nb"])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "a\\b", "..", "con", "LPT1.x", "a\0", "x.", " x", "x" * 201, "a\nb", "com9", "lpt9.x"]
+)
 def test_hostile_names_are_refused(name):
     with pytest.raises(OptionError, match="output_name"):
         check_output_name(name)
 
 
-@pytest.mark.parametrize("name", ["a b", "größe", "日本語", "v1.5-lora", "ann o'neil"])
+@pytest.mark.parametrize("name", ["a b", "größe", "日本語", "v1.5-lora", "ann o'neil", "x" * 200, "com10", "lpt10"])
 def test_usual_names_are_kept(name):
     check_output_name(name)
+
+
+def test_a_folder_that_can_be_made_is_accepted_and_not_made(tmp_path):
+    check_writable(tmp_path, "--output_dir")
+    check_writable(tmp_path / "a" / "b", "--output_dir")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "a" / "b"):
+        with pytest.raises(OptionError, match=r"--output_dir .*file is a file"):
+            check_writable(folder, "--output_dir")
+
+
+def test_a_folder_without_the_right_to_write_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("library.naming.os.access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+    with pytest.raises(OptionError, match="is not writable"):
+        check_writable(tmp_path / "a", "--output_dir")
 
 
 def settings(**changed) -> SaveSettings:

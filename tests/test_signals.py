@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from library.errors import RunStopped
 from library.signals import StopRequest, leave_signals_to_the_run
 from tests.conftest import REPOSITORY
-from tests.training import first_difference, make_tiles, read_state, train
+from tests.training import RUN_OPTIONS, arguments, first_difference, make_tiles, read_state, train
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
@@ -125,3 +126,29 @@ def test_signals_that_a_launcher_hands_on_are_no_second_one(monkeypatch):
         assert (stop.number, ended) == (signal.SIGTERM, [])
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended == [143]
+
+
+def test_the_program_with_loader_processes_ends_when_it_is_stopped(straight, tmp_path):
+    options = {**RUN_OPTIONS, **straight[0], "output_dir": tmp_path, "max_data_loader_n_workers": 2}
+    options |= {"max_train_steps": 500, "save_every_n_steps": 1, "save_last_n_steps": 1}
+    process = subprocess.Popen(
+        [sys.executable, "train_network.py", *arguments(options)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        assert any(b"state saved" in line for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 143 and b"error: SIGTERM: stopped after step" in rest
+
+
+def test_a_stopped_run_leaves_no_loader_processes(straight, tmp_path, monkeypatch):
+    options = {**straight[0], "output_dir": tmp_path, "max_data_loader_n_workers": 2}
+    before = set(multiprocessing.active_children())
+    stopped = stopped_at(2, signal.SIGTERM, monkeypatch, **options)
+    assert stopped.status == 143 and set(multiprocessing.active_children()) <= before

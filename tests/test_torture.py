@@ -19,6 +19,7 @@ import torch
 from library import files, state
 from library.errors import OptionError
 from tests.file_faults import Faults, Stop, watching
+from tests.power_loss import after_power_loss, recording
 from tests.training import first_difference, read_state
 
 
@@ -267,3 +268,44 @@ def test_the_room_a_state_needs_is_what_it_takes(tmp_path):
     weights = _tensors(1)
     assert state._bytes_in({"w": weights, "more": [weights["a.weight"], 1, "x"]}) == (24 + 5 + 24) * 4
     assert record["files"]["model.safetensors"]["bytes"] > (24 + 5) * 4
+
+
+# ------------------------------------------------------------------------------------------------------- power loss
+
+
+def lose_power(kind: str, replaces: bool, times: int, seed: int, folder: Path, count: Callable[[str], None]) -> None:
+    name, write = WRITERS[kind]
+    root = folder / "disk"
+    root.mkdir()
+    if replaces:
+        write(root / name, 1)
+    old = content(root / name)
+    with recording(root) as recorder:
+        write(root / name, 2)
+    new, number = content(root / name), root.stat().st_ino
+    chance = random.Random(seed)
+    for at, snapshot in enumerate(recorder.snapshots):
+        for again in range(times):
+            disk = folder / f"{at}-{again}"
+            disk.mkdir()
+            after_power_loss(snapshot, number, disk, chance)
+            files.recover_folder(disk / name)
+            now = content(disk / name)
+            allowed = [new] if at == len(recorder.snapshots) - 1 else [new, old]
+            assert any(first_difference(now, value) is None for value in allowed), f"seed {seed}: call {at}"
+            shutil.rmtree(disk)
+            count(f"power loss, {kind}, {'replace' if replaces else 'first'}")
+
+
+@REPLACES
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_loss_of_power_leaves_the_old_or_the_new(kind, replaces, tmp_path, count):
+    lose_power(kind, replaces, times=3, seed=1, folder=tmp_path, count=count)
+
+
+@pytest.mark.slow
+@pytest.mark.torture
+@REPLACES
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_loss_of_power_at_many_places(kind, replaces, tmp_path, count):
+    lose_power(kind, replaces, times=20, seed=2, folder=tmp_path, count=count)
