@@ -23,6 +23,7 @@ class RunOutput:
         epoch_interval: epochs between saves, None for no epoch saves.
         write_model: called with (path, update, at_epoch_end).
         write_state: called with (folder, update, at_epoch_end).
+        saved: called with (path, whether it is a state) after each save.
         removes: whether this process removes what the rules say; only the one that writes may.
     """
 
@@ -34,6 +35,7 @@ class RunOutput:
         write_model: Callable[[Path, Update, bool], None],
         write_state: Callable[[Path, Update, bool], None],
         removes: bool = True,
+        saved: Callable[[Path, bool], None] = lambda path, is_state: None,
     ):
         self.settings = settings
         self.names = names
@@ -41,6 +43,7 @@ class RunOutput:
         self._write_model = write_model
         self._write_state = write_state
         self._removes = removes
+        self._saved = saved
         self._last_state: Path | None = None
 
     def after_step(self, update: Update) -> None:
@@ -85,11 +88,13 @@ class RunOutput:
     def _model(self, path: Path, update: Update, at_epoch_end: bool) -> None:
         self._write_model(path, update, at_epoch_end)
         log.info("model saved: %s", path)
+        self._saved(path, False)
 
     def _state(self, folder: Path, update: Update, at_epoch_end: bool) -> None:
         self._write_state(folder, update, at_epoch_end)
         self._last_state = folder
         log.info("state saved: %s", folder)
+        self._saved(folder, True)
 
     def _remove(self, number: int | None, name: Callable[[int], Path]) -> None:
         if number is None or not self._removes:

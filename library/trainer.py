@@ -31,6 +31,7 @@ from library.dataset import TrainingData, check_images
 from library.dataset_view import show_dataset
 from library.errors import ErrorCollector, OptionError
 from library.fused_steps import FusedSteps
+from library.hub import HubUploads, copies_to, download_state, hub_api, read_hub_settings
 from library.key_values import as_items, parse_strings
 from library.latent_cache import cache_latents
 from library.loop import LoopSettings, LoopSteps, TrainedParts, TrainingLoop
@@ -241,6 +242,8 @@ class NetworkTrainer(TrainerHooks):
         with errors.check():
             read_log_settings(args, self.tracker_name)
         with errors.check():
+            read_hub_settings(args)
+        with errors.check():
             check_precision(precision.mixed, precision.full)
         with errors.check():
             self._check_family(args)
@@ -257,9 +260,10 @@ class NetworkTrainer(TrainerHooks):
                 found["prompts"] = load_prompts(args.sample_prompts)
         if args.resume:
             with errors.check():
-                found["resume"], found["record"] = state.find_state(
-                    args.resume, Path(args.output_dir), args.output_name
-                )
+                asked = args.resume
+                if args.resume_from_huggingface:
+                    asked = str(download_state(asked, args.huggingface_token))
+                found["resume"], found["record"] = state.find_state(asked, Path(args.output_dir), args.output_name)
         found["seed"] = _choose_seed(args.seed, found["record"])
         with errors.check():
             found["data"], found["validation"] = find_data(args, found["seed"], self.family.bucket_divisor)
@@ -557,8 +561,16 @@ class NetworkTrainer(TrainerHooks):
             args.no_metadata,
         )
         interval = plan.save_interval_for_ratio(saving.epoch_ratio) if saving.epoch_ratio else saving.every_n_epochs
+        hub = read_hub_settings(args) if accelerator.is_main_process else None
+        uploads = HubUploads(hub, hub_api(hub.token)) if hub else None
         output = RunOutput(
-            saving, names, interval, saver.write_model, saver.write_state, removes=accelerator.is_main_process
+            saving,
+            names,
+            interval,
+            saver.write_model,
+            saver.write_state,
+            removes=accelerator.is_main_process,
+            saved=copies_to(uploads, names.final_model()),
         )
         previews = settings.read_samples(args)
 
@@ -636,6 +648,8 @@ class NetworkTrainer(TrainerHooks):
                 output.at_end(last)
         finally:
             self._scalars.close()
+            if uploads is not None:
+                uploads.close()
         if loop.filters and accelerator.is_main_process:
             _draw_filter_pictures(loop.filters[0], names.pictures())
         if loop.check is not None:

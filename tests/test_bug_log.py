@@ -226,12 +226,6 @@ def test_B71_a_long_prompt_draws_and_changes_nothing(options, tmp_path):
     assert first_difference(*weights) is None
 
 
-def test_B75_uploading_is_refused_before_anything_is_loaded(options, monkeypatch):
-    monkeypatch.setattr(trainer.NetworkTrainer, "_load_model", lambda *a: pytest.fail("a model was loaded"))
-    with pytest.raises(OptionError, match="huggingface_repo_id"):
-        train(**options, huggingface_repo_id="somebody/something")
-
-
 def test_every_row_of_the_collection_is_in_the_docs_with_tests_that_exist():
     text = (REPOSITORY / "docs" / "reliability.md").read_text(encoding="utf-8")
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| B")]

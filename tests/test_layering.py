@@ -23,7 +23,7 @@ LEVELS = [
     {"losses", "noise", "images", "tokenizers", "array_files"},
     {"latent_cache", "text_cache"},
     {"args", "settings", "optimizers"},
-    {"state", "trackers"},
+    {"state", "trackers", "hub"},
     {"schedulers", "text_encoding", "dataset", "checkpoint", "accelerator"},
     {"delta"},
     {"lora", "output", "model_families", "fused_steps", "full_model"},

@@ -157,10 +157,11 @@ def test_secrets_are_in_no_file_and_no_log(wandb, options, tmp_path, caplog, mon
 
     recorder = wandb()
     monkeypatch.setattr(sys, "argv", ["train_network.py", "--wandb_api_key", SECRET])
-    more = {"wandb_api_key": SECRET, "log_config": True, "save_state": True, "console_log_level": "DEBUG"}
+    caplog.set_level("DEBUG")
+    more = {"wandb_api_key": SECRET, "log_config": True, "save_state": True}
     train(**options, **more, log_with="all", logging_dir=tmp_path / "logs")
     os.environ.pop("WANDB_API_KEY", None)
-    assert SECRET not in caplog.text + str(recorder.init_arguments) + str(recorder.rows) + str(sys.argv)
+    assert caplog.text and SECRET not in caplog.text + str(recorder.init_arguments) + str(recorder.rows) + str(sys.argv)
     for path in tmp_path.rglob("*"):
         assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
 
