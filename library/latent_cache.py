@@ -144,7 +144,8 @@ def cache_latents(
             missing = _take_from_disk(data, requests, vae, suffix, trust_files)
             bar.update(len(requests) - len(missing))
             if share is not None:
-                encode_and_store(share.of(missing), bar)
+                own = set(share.of(range(len(requests))))  # of all: what is missing changes while others write
+                encode_and_store([index for index in missing if index in own], bar)
                 share.wait()
                 missing = _take_from_disk(data, requests, vae, suffix, trust_files)
         encode_and_store(missing, bar)

@@ -98,7 +98,8 @@ def cache_text_outputs(
     found = len(requests) - sum(len(indices) for _, indices in missing)
     with tqdm(total=len(requests), initial=found, desc="caching text outputs", disable=not shown) as bar:
         if to_disk and share is not None:
-            encode_and_store(share.of(missing), bar)
+            own = set(share.of(sorted({request.caption for request in requests})))
+            encode_and_store([(caption, indices) for caption, indices in missing if caption in own], bar)
             share.wait()
             missing = list(wanted().items())
         encode_and_store(missing, bar)

@@ -249,3 +249,27 @@ def test_the_fingerprint_is_readable(folder):
     cached(folder, to_disk=True, vae="abc fp32")
     with np.load(folder / "0_0064x0064_sd.npz") as file:
         assert json.loads(str(file[latent_cache.FINGERPRINT_KEY]))["vae"] == "abc fp32"
+
+
+def test_a_process_encodes_its_share_of_all_images_whatever_others_have_written(monkeypatch):
+    """The other process is faster: between the two looks at the disk it has written everything that is its own."""
+    from library import latent_cache
+
+    class Other(latent_cache.Share):
+        def wait(self):
+            looks.append("waited")
+
+    looks, encoded = [], []
+    answers = iter([[1, 2, 3, 5], []])  # 0 and 4 are the other's, and there already
+    monkeypatch.setattr(latent_cache, "_take_from_disk", lambda *words: next(answers))
+    monkeypatch.setattr(latent_cache, "_batches_of_one_size", lambda requests, indices, size: encoded.append(indices))
+    monkeypatch.setattr(latent_cache, "_loaded_ahead", lambda batches, load: iter(()))
+
+    class Data:
+        load_pixels = None
+
+        def cache_requests(self):
+            return [None] * 6
+
+    latent_cache.cache_latents(Data(), None, batch_size=1, to_disk=True, shown=False, share=Other(1, 2))
+    assert encoded == [[1, 3, 5], []] and looks == ["waited"]
