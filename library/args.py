@@ -244,10 +244,10 @@ def _check_numbers(args: Namespace) -> None:
         errors.messages.append(f"--network_dropout {args.network_dropout}: it must be in [0, 1). Example: 0.1")
     if args.clip_skip is not None and args.clip_skip < 1:
         errors.messages.append(f"--clip_skip {args.clip_skip}: layers are counted from 1. Example: --clip_skip 2")
-    for name in ("min_timestep", "max_timestep"):
+    for name, last in (("min_timestep", 999), ("max_timestep", 1000)):
         value = getattr(args, name)
-        if value is not None and not 0 <= value <= 1000:
-            errors.messages.append(f"--{name} {value}: timesteps lie in 0 to 1000")
+        if value is not None and not 0 <= value <= last:
+            errors.messages.append(f"--{name} {value}: it must be in 0 to {last}")
     errors.raise_if_any()
 
 

@@ -217,6 +217,8 @@ def test_options_beside_a_refused_one_are_known():
         ({"learning_rate": "nan"}, "learning_rate"),
         ({"learning_rate": "inf"}, "learning_rate"),
         ({"seed": -1}, "seed"),
+        ({"min_timestep": 1000}, "min_timestep 1000: it must be in 0 to 999"),
+        ({"max_timestep": 1001}, "max_timestep"),
         ({"seed": 2**32}, "seed"),
         ({"adaptive_noise_scale": 0.1}, "noise_offset"),
         ({"scale_v_pred_loss_like_noise_pred": True}, "v_parameterization"),

@@ -19,6 +19,7 @@ FORBIDDEN_CALLS |= {"marshal.loads", "yaml.load", "joblib.load", "dill.load", "c
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "pty", "telnetlib"}
 # every place that imports by name or starts a program, and why it may
 IMPORTS_BY_NAME = {
+    "library/user_dataset.py": "--dataset_class",
     "library/grad_filter.py": "numpy, its own parts, and custom filters, which are named on the command line only",
     "library/images.py": "a fixed list of plug-ins",
     "library/old_names.py": "a fixed table",
@@ -112,6 +113,7 @@ WRITERS = {
     "library/array_files.py": "through write_file",
     "library/checkpoint.py": "through write_file",
     "library/sampling.py": "through write_file",
+    "library/dataset_view.py": "through write_file",
     "networks/lora.py": "through write_file",
     "library/metadata.py": "bytes in memory, for a hash",
     "library/tokenizers.py": "a temporary folder of this process",
