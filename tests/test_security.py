@@ -20,7 +20,8 @@ FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "she
 # every place that imports by name or starts a program, and why it may
 IMPORTS_BY_NAME = {
     "library/user_dataset.py": "--dataset_class",
-    "library/grad_filter.py": "numpy, its own parts, and custom filters, which are named on the command line only",
+    "library/grad_filter.py": "numpy and its own parts, a fixed list",
+    "library/grad_filter_custom.py": "custom filters: named on the command line, or a file of custom_filters/",
     "library/images.py": "a fixed list of plug-ins",
     "library/old_names.py": "a fixed table",
     "library/optimizers.py": "classes; checked to be an optimizer before they are called, their file is logged",
@@ -118,6 +119,8 @@ WRITERS = {
     "library/metadata.py": "bytes in memory, for a hash",
     "library/tokenizers.py": "a temporary folder of this process",
     "library/grad_filter.py": "the file stands alone: temporary, then rename, by itself",
+    "library/delta.py": "through write_file",
+    "library/grad_filter_statistics.py": "the pictures of grad_filter_plots, by its save_all",
     "library/grad_filter_plots.py": "pictures; what is half is drawn anew",
 }
 
