@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: help demo demo-sdxl test test-slow torture kills chains fuzz mutate test-upstream test-oldest test-newest bench bench-filters bench-memory lint types
+.PHONY: help demo demo-sdxl test test-slow torture kills chains fuzz mutate test-upstream test-oldest test-newest bench bench-filters bench-memory bench-caching lint types
 .PHONY: format docs clean
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make bench      what a filter costs in a training step, as ratios"
 	@echo "make bench-filters  what filters cost beside an optimizer's step; FULL=1 for full sizes"
 	@echo "make bench-memory  what steps inside the backward pass save"
+	@echo "make bench-caching  images per second of latent caching beside a plain loop"
 	@echo "make lint       ruff; make format repairs layout, make types runs pyright, make docs writes docs/arguments.md"
 
 $(READY): requirements.txt requirements-dev.txt constraints.txt pyproject.toml
@@ -104,6 +105,9 @@ bench-filters: $(READY)
 
 bench-memory: $(READY)
 	$(RUN) tools/bench_memory.py
+
+bench-caching: $(READY)
+	$(RUN) tools/bench_caching.py
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
