@@ -83,6 +83,27 @@ def test_pyramid_noise_equals_the_plain_loop(latents):
     torch.testing.assert_close(result.noise, e / e.std())
 
 
+def test_a_random_strength_is_one_number_per_batch(latents):
+    plain, result = drawn(latents), drawn(latents, noise_offset=0.5, noise_offset_random_strength=True)
+    torch.manual_seed(1)
+    torch.randn_like(latents)
+    strength = 0.5 * torch.rand(1)
+    torch.testing.assert_close(result.noise - plain.noise, (strength * torch.randn(2, 4, 1, 1)).expand_as(latents))
+
+
+@pytest.mark.parametrize("random_strength", [False, True])
+def test_input_noise_is_gamma_times_fresh_noise(latents, random_strength):
+    options = {"ip_noise_gamma": 0.3, "ip_noise_gamma_random_strength": random_strength}
+    result = drawn(latents, **options)
+    torch.manual_seed(1)
+    plain = torch.randn_like(latents)
+    timesteps = torch.randint(0, 1000, (2,))
+    gamma = 0.3 * torch.rand(1) if random_strength else 0.3
+    level = noise.noise_schedule().alphas_cumprod[timesteps].reshape(-1, 1, 1, 1)
+    expected = level.sqrt() * latents + (1 - level).sqrt() * (plain + gamma * torch.randn_like(latents))
+    torch.testing.assert_close(result.noisy_latents, expected)
+
+
 def test_input_noise_leaves_the_target_alone(latents):
     plain, result = drawn(latents), drawn(latents, ip_noise_gamma=0.3)
     assert torch.equal(plain.target, result.target)
