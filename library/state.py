@@ -36,6 +36,7 @@ FOREIGN_RECORD = {"current_epoch", "current_step"}  # all that other trainers wr
 OPTIMIZER_NAME = "optimizer.bin"
 SCHEDULER_NAME = "scheduler.bin"
 SCALER_NAME = "scaler.pt"
+PICKLED_MODEL_STEM = "pytorch_model"  # of accelerate before 0.25, and later without safe serialization
 
 
 @dataclass
@@ -249,6 +250,8 @@ def read_record(folder: Path) -> StateRecord:
         record.version = int(record.version)
     except (ValueError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
         raise OptionError(f"--resume: {record_path} is damaged ({error}). Choose an older state") from error
+    if record.version == 0:
+        record.processes = len(list(folder.glob("random_states_*"))) or 1
     if record.version > RECORD_VERSION:
         raise OptionError(
             f"--resume: {folder} was written by a newer version (state format {record.version}, this one reads up to "
@@ -375,6 +378,20 @@ def check_optimizer_matches(record: StateRecord, optimizer: str, parameters: Seq
         )
 
 
+def _load_weights(folder: Path) -> list[dict[str, Tensor]]:
+    """Give the tensors of each trained module, from safetensors or from what older accelerate pickled."""
+    from safetensors.torch import load_file
+
+    if (folder / model_name(0)).is_file():
+        further = sorted(folder.glob("model_*.safetensors"))
+        return [load_file(path) for path in (folder / model_name(0), *further)]
+    pickled = folder / f"{PICKLED_MODEL_STEM}.bin"
+    if not pickled.is_file():
+        raise OptionError(f"--resume: {folder} has neither {model_name(0)} nor {pickled.name}. Choose another state")
+    further = sorted(folder.glob(f"{PICKLED_MODEL_STEM}_*.bin"))
+    return [torch.load(path, map_location="cpu", weights_only=True) for path in (pickled, *further)]
+
+
 def load_state(
     folder: Path,
     *,
@@ -393,12 +410,9 @@ def load_state(
         rank: index of this process, chooses the file of random states; None restores none.
 
     Raises:
-        OptionError: weights or optimizer state do not fit, or a random state is missing.
+        OptionError: weights are missing, weights or optimizer state do not fit, or a random state is missing.
     """
-    from safetensors.torch import load_file
-
-    names = [model_name(0), *sorted(path.name for path in folder.glob("model_*.safetensors"))]
-    load_weights([load_file(folder / name) for name in names])
+    load_weights(_load_weights(folder))
     try:
         saved = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
         grad_filter.report_unused_state(saved, optimizer)

@@ -496,7 +496,7 @@ class NetworkTrainer(TrainerHooks):
         folder, record = checked.resume, checked.record
         assert folder is not None and record is not None
         state.check_optimizer_matches(record, optimizer_name, parts.names)
-        other_count = bool(record.version) and record.processes != plan.processes
+        other_count = record.processes != plan.processes
         sizes = (record.batches, record.processes, record.accumulation)
         if record.version and sizes != (plan.batches, plan.processes, plan.accumulation):
             log.warning(

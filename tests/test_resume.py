@@ -186,6 +186,15 @@ def test_resuming_twice_keeps_counting(short_run, tmp_path):
     )
 
 
+def test_R18_a_foreign_state_of_two_processes_is_not_taken_for_one_of_one(short_run, tmp_path, caplog):
+    options, folder = short_run
+    shutil.copytree(folder / "bare" / "t-step00000002-state", tmp_path / "s")
+    (tmp_path / "s" / "train_state.json").write_text('{"current_epoch": 1, "current_step": 2}')
+    shutil.copy(tmp_path / "s" / "random_states_0.json", tmp_path / "s" / "random_states_1.json")
+    train(**options, resume=tmp_path / "s", output_dir=tmp_path / "o")
+    assert "random numbers start anew in every process, as the state is of 2" in caplog.text
+
+
 def test_a_damaged_state_is_refused_before_the_model_is_loaded(short_run, tmp_path):
     options, folder = short_run
     shutil.copytree(folder / "bare" / "t-step00000002-state", tmp_path / "t-state")

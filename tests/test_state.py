@@ -24,6 +24,7 @@ from library.state import (
     restore_random_states,
     save_state,
 )
+from tests.training import forget_accelerate
 
 
 class Run:
@@ -184,6 +185,57 @@ def test_a_state_that_another_trainer_wrote_is_read(saved):
     assert (record.version, record.current_step) == (0, 7)
     run.load(saved)
     assert drawn == (random.random(), numpy.random.rand(), torch.rand(2).tolist())
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "pickled", "two modules", "no step among random numbers"])
+def test_R23_a_state_that_accelerate_itself_wrote_goes_on_to_the_bit(layout, tmp_path):
+    from accelerate import Accelerator
+
+    forget_accelerate()
+    accelerator, run = Accelerator(cpu=True), Run()
+    modules = [run.layer] + [torch.nn.Linear(2, 2)] * (layout == "two modules")
+    parts = accelerator.prepare(*modules, run.optimizer, run.scheduler)
+    run.step()
+    accelerator.save_state(tmp_path / "s", safe_serialization=layout != "pickled")
+    (tmp_path / "s" / RECORD_NAME).write_text('{"current_epoch": 1, "current_step": 1}')
+    numbers = tmp_path / "s" / "random_states_0.pkl"
+    if layout == "no step among random numbers":
+        drawn = torch.load(numbers, weights_only=False)
+        drawn.pop("step")
+        torch.save(drawn, numbers)
+    names = {path.name for path in (tmp_path / "s").iterdir()}
+    assert ("pytorch_model.bin" in names) == (layout == "pickled")
+    assert ("model_1.safetensors" in names) == (layout == "two modules")
+    run.step()
+    resumed = Run()
+    assert read_record(tmp_path / "s").processes == 1 and parts
+    resumed.load(tmp_path / "s")
+    resumed.step()
+    for now, then in zip(resumed.layer.parameters(), run.layer.parameters()):
+        assert torch.equal(now, then)
+    assert resumed.scheduler.get_last_lr() == run.scheduler.get_last_lr()
+
+
+def test_R23_a_state_without_weights_is_told_in_one_line(saved):
+    (saved / RECORD_NAME).write_text('{"current_epoch": 1, "current_step": 1}')
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(OptionError, match=r"neither model\.safetensors nor"):
+        Run().load(saved)
+
+
+def test_R18_a_process_without_random_numbers_in_the_state_is_refused(saved):
+    run = Run()
+    with pytest.raises(OptionError, match="random_states_1"):
+        load_state(saved, load_weights=lambda _: None, optimizer=run.optimizer, scheduler=None, scaler=None, rank=1)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_R18_processes_of_a_foreign_state_are_counted(processes, saved):
+    (saved / RECORD_NAME).write_text('{"current_epoch": 1, "current_step": 1}')
+    (saved / "random_states_0.json").unlink()
+    for rank in range(processes):
+        (saved / f"random_states_{rank}.pkl").write_bytes(b"x")
+    assert read_record(saved).processes == processes
 
 
 class Canary:
